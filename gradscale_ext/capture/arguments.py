@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 
-from .structure import Form, Leaf, flatten
+from .structure import Form, Leaf, build, flatten
 
 
-def read(args: Any, kwargs: Any, device: torch.device) -> tuple[Form, list[Leaf]]:
-    """The form of the arguments, and their leaves. Tensors of the CPU are moved to the device."""
-    structure, leaves = flatten((args, kwargs), "", refuse_argument)
+class Arguments(NamedTuple):
+    """The arguments of a call."""
+
+    given: tuple[tuple[Any, ...], dict[str, Any]]
+    form: Form
+    """Everything that decides which graph is right: structure, constants, shapes, and the modes of PyTorch."""
+    leaves: list[Leaf]
+
+    def build(self, leaves: Iterable[Any] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same arguments with other leaves, or with tensors of the CPU moved to the device."""
+        built: tuple[tuple[Any, ...], dict[str, Any]] = build(
+            self.given, (value for _, value in self.leaves) if leaves is None else leaves
+        )
+        return built
+
+
+def read(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Arguments:
+    """Read the arguments. Tensors of the CPU are moved to the device."""
+    structure, leaves = flatten((args, kwargs), refuse_argument)
     forms: list[Any] = []
     for index, (place, value) in enumerate(leaves):
         if not isinstance(value, torch.Tensor):
@@ -28,7 +45,7 @@ def read(args: Any, kwargs: Any, device: torch.device) -> tuple[Form, list[Leaf]
         if value.requires_grad:
             raise ValueError(f"CapturedStep: {argument(place)} requires grad, but arguments are data; detach() it")
         forms.append((value.dtype, value.shape, value.stride()))
-    return (structure, tuple(forms), _context(device)), leaves
+    return Arguments((args, kwargs), (structure, tuple(forms), _context(device)), leaves)
 
 
 def _context(device: torch.device) -> tuple[Any, ...]:
@@ -55,7 +72,7 @@ def argument(place: str) -> str:
     return f"argument {place[3:].strip()}" if place else "the arguments"
 
 
-def result(place: str) -> str:
+def result_at(place: str) -> str:
     return f"its result{place}"
 
 
@@ -69,7 +86,7 @@ def refuse_argument(place: str, value: Any) -> Exception:
 
 def refuse_result(place: str, value: Any) -> Exception:
     return TypeError(
-        f"CapturedStep: {result(place)} is of type {type(value).__name__}, but a step returns tensors, numbers, "
+        f"CapturedStep: {result_at(place)} is of type {type(value).__name__}, but a step returns tensors, numbers, "
         "strings, bools, None, dtypes and devices, in lists, tuples, dicts, dataclasses and registered pytree nodes"
     )
 
@@ -85,13 +102,13 @@ def text_of(form: Form) -> str:
     return ", ".join(map(_form_text, form[1]))
 
 
-def too_many(forms: list[Form], form: Form, leaves: list[Leaf]) -> str:
+def too_many(forms: list[Form], arguments: Arguments) -> str:
     """Say which argument keeps changing."""
-    every = [*forms, form]
+    form, every = arguments.form, [*forms, arguments.form]
     begin = f"CapturedStep: there are {len(forms)} graphs already (max_graphs), and "
     if any(one[0] != form[0] or len(one[1]) != len(form[1]) for one in forms):
         return f"{begin}the structure of the arguments keeps changing; pass the same lists and dicts at each call"
-    for index, (place, value) in enumerate(leaves):
+    for index, (place, value) in enumerate(arguments.leaves):
         seen = list(dict.fromkeys(_form_text(one[1][index]) for one in every))
         if len(seen) > 1:
             is_tensor = isinstance(value, torch.Tensor)

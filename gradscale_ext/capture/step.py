@@ -14,7 +14,7 @@ import torch
 
 from .. import _numbers
 from . import graphs
-from .arguments import argument, like, read, refuse_result, result, tensors, text_of, too_many
+from .arguments import Arguments, argument, like, read, refuse_result, result_at, tensors, text_of, too_many
 from .checks import Before, Outcome, beyond_noise
 from .diagnosis import diagnose_capture
 from .guards import Change, Guards
@@ -50,7 +50,8 @@ class _Captured:
     form: Form
     inputs: list[torch.Tensor]
     graph: graphs.Graph
-    result: tuple[Form, list[Leaf]]
+    result: Any
+    """What the step returned, with the memory that a replay writes to."""
     guards: Guards
     reports: list[tuple[Any, Any]]
     """Monitors, and what a replay reports to each."""
@@ -193,14 +194,14 @@ class CapturedStep:
         if self._maker is None:
             return self._step(*args, **kwargs)
         with self._locked():
-            form, leaves = read(args, kwargs, self._device)
+            arguments = read(args, kwargs, self._device)
             try:
-                return self._call(form, leaves)
+                return self._call(arguments)
             except _Refused as error:
                 if self._options["fallback"] is None:
                     raise
                 warnings.warn(f"{error}\nfallback='eager': from now on the step is called as it is.", stacklevel=3)
-                result = error.result or (self._plain(form, leaves),)
+                result = error.result or (self._plain(arguments),)
                 self.reset()
                 self._maker = None
                 return result[0]
@@ -210,7 +211,7 @@ class CapturedStep:
         if self._maker is None:
             return self._step(*args, **kwargs)
         with self._locked():
-            return self._plain(*read(args, kwargs, self._device))
+            return self._plain(read(args, kwargs, self._device))
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -223,44 +224,44 @@ class CapturedStep:
         finally:
             self._lock.release()
 
-    def _call(self, form: Form, leaves: list[Leaf]) -> Any:
+    def _call(self, arguments: Arguments) -> Any:
         monitors = self._monitors()
         if any(monitor.records_next_step() for monitor in monitors):
-            return self._plain(form, leaves)
-        captured, changed = self._matching(form)
-        if captured is None and (self._num_plain < self._options["warmup"] or self._known.get(form) != changed):
-            self._known[form] = changed
-            return self._plain(form, leaves)
+            return self._plain(arguments)
+        captured, changed = self._matching(arguments.form)
+        if captured is None and (
+            self._num_plain < self._options["warmup"] or self._known.get(arguments.form) != changed
+        ):
+            self._known[arguments.form] = changed
+            return self._plain(arguments)
         if captured is None:
-            captured = self._capture(form, leaves, monitors)
+            captured = self._capture(arguments, monitors)
         if captured.verified < self._options["verify"]:
-            return self._verify(captured, leaves)
-        return self._replay(captured, leaves)
+            return self._verify(captured, arguments)
+        return self._replay(captured, arguments)
 
-    def _plain(self, form: Form, leaves: list[Leaf]) -> Any:
-        result = self._run(form, [value for _, value in leaves])
+    def _plain(self, arguments: Arguments) -> Any:
+        result = self._run(arguments)
         self._num_plain += 1
         return result
 
-    def _run(self, form: Form, values: list[Any]) -> Any:
+    def _run(self, arguments: Arguments) -> Any:
         """Run the step next to the current stream; its result is detached."""
         assert self._maker is not None
-        args, kwargs = build(form[0], iter(values))
+        args, kwargs = arguments.build()
         with self._maker.side_by_side():
             result = self._step(*args, **kwargs)
-        structure, leaves = flatten(result, "", refuse_result)
-        return build(structure, (_detached(value) for _, value in leaves))
+        return _each(_detached, result)
 
-    def _replay(self, captured: _Captured, leaves: list[Leaf]) -> Any:
-        tensors = [value for _, value in leaves if isinstance(value, torch.Tensor)]
-        if tensors:
-            torch._foreach_copy_(captured.inputs, tensors, non_blocking=True)
+    def _replay(self, captured: _Captured, arguments: Arguments) -> Any:
+        given = [value for _, value in tensors(arguments.leaves)]
+        if given:
+            torch._foreach_copy_(captured.inputs, given, non_blocking=True)
         captured.graph.replay()
         captured.guards.set_gradients()
         for monitor, report in captured.reports:
             monitor.count_replayed_step(report)
-        structure, results = captured.result
-        return build(structure, (_copied(value) if self._options["copy_outputs"] else value for _, value in results))
+        return _each(_copied, captured.result) if self._options["copy_outputs"] else captured.result
 
     # ---- Guards ------------------------------------------------------------------------------------------------------
 
@@ -313,25 +314,26 @@ class CapturedStep:
 
     # ---- Capturing ---------------------------------------------------------------------------------------------------
 
-    def _capture(self, form: Form, leaves: list[Leaf], monitors: list[Any]) -> _Captured:
+    def _capture(self, arguments: Arguments, monitors: list[Any]) -> _Captured:
         assert self._maker is not None
         if len(self._captured) == self._options["max_graphs"]:
-            raise _Refused(too_many([one.form for one in self._captured], form, leaves))
+            raise _Refused(too_many([one.form for one in self._captured], arguments))
         self._refuse_hooks()
-        inputs = [like(value) for _, value in leaves if isinstance(value, torch.Tensor)]
+        places = tensors(arguments.leaves)
+        inputs = [like(value) for _, value in places]
         versions = [tensor._version for tensor in inputs]
         own = iter(inputs)
-        values = [next(own) if isinstance(value, torch.Tensor) else value for _, value in leaves]
-        args, kwargs = build(form[0], iter(values))
+        args, kwargs = arguments.build(
+            next(own) if isinstance(value, torch.Tensor) else value for _, value in arguments.leaves
+        )
         before, around = Before(self._state), Surroundings(self._step, self._state)
         try:
             with contextlib.ExitStack() as work:
                 work.enter_context(_without_autocast_cache())
                 reports = [(monitor, work.enter_context(monitor.reporting_to_replays())) for monitor in monitors]
                 graph, result = self._maker.capture(lambda: self._step(*args, **kwargs), self._state.generators())
-            structure, results = flatten(result, "", refuse_result)
-            self._check_results(results)
-            for (place, _), tensor, version in zip(tensors(leaves), inputs, versions, strict=True):
+            self._check_results(flatten(result, refuse_result)[1])
+            for (place, _), tensor, version in zip(places, inputs, versions, strict=True):
                 if tensor._version != version:
                     raise _Refused(f"CapturedStep: the step writes to {argument(place)}; write to a copy, x.clone()")
             for problem in (*before.problems(self._options["verify"] > 1), *map(_unnamed, around.written_tensors())):
@@ -343,13 +345,12 @@ class CapturedStep:
             around.restore()
             if isinstance(error, _Refused | TypeError):
                 raise
-            raise _Refused(self._why_not_captured(error, form, leaves)) from error
-        results = [Leaf(place, _detached(value)) for place, value in results]
+            raise _Refused(self._why_not_captured(error, arguments)) from error
         gradients = before.gradients()
         before.restore()
         around.restore()
         guards = Guards(self._state, gradients, around.places if self._options["verify"] else [])
-        self._captured.append(_Captured(form, inputs, graph, (structure, results), guards, reports))
+        self._captured.append(_Captured(arguments.form, inputs, graph, _each(_detached, result), guards, reports))
         return self._captured[-1]
 
     def _warn_of_number(self, name: str, before: Any, now: Any) -> None:
@@ -366,19 +367,19 @@ class CapturedStep:
         for place, value in tensors(results):
             if value.device != self._device:
                 raise _Refused(
-                    f"CapturedStep: {result(place)} is on {value.device}, where a replay computes nothing; return the "
-                    "tensor of the device, and move it afterwards"
+                    f"CapturedStep: {result_at(place)} is on {value.device}, where a replay computes nothing; return "
+                    "the tensor of the device, and move it afterwards"
                 )
 
-    def _why_not_captured(self, error: Exception, form: Form, leaves: list[Leaf]) -> str:
+    def _why_not_captured(self, error: Exception, arguments: Arguments) -> str:
         place = location_of(error)
         at = f" at {place}: {place.source}" if place else ""
         message = str(error).partition("\n")[0]
-        return f"CapturedStep: the step cannot be captured{at}: {message}{self._diagnosed(form, leaves)}"
+        return f"CapturedStep: the step cannot be captured{at}: {message}{self._diagnosed(arguments)}"
 
-    def _diagnosed(self, form: Form, leaves: list[Leaf]) -> str:
+    def _diagnosed(self, arguments: Arguments) -> str:
         """What `diagnose_capture` finds, for an error message."""
-        args, kwargs = build(form[0], (value for _, value in leaves))
+        args, kwargs = arguments.build()
         try:
             diagnosis = diagnose_capture(lambda _: self._step(*args, **kwargs), [0, 1], *self._given)
         except Exception:  # the error that is being reported
@@ -387,26 +388,25 @@ class CapturedStep:
 
     # ---- Verification ------------------------------------------------------------------------------------------------
 
-    def _verify(self, captured: _Captured, leaves: list[Leaf]) -> Any:
+    def _verify(self, captured: _Captured, arguments: Arguments) -> Any:
         """Replay, and run a plain step on the same batch from the same state. Keeps what the plain step did."""
-        values = [value for _, value in leaves]
 
-        def plain() -> tuple[Any, Outcome]:
-            result = self._run(captured.form, values)
-            return result, Outcome(flatten(result, "", refuse_result)[1], self._state)
+        def outcome(result: Any) -> Outcome:
+            return Outcome(flatten(result, refuse_result)[1], self._state)
 
         begin, around = self._state.save(), Surroundings(self._step, self._state)
-        replayed = Outcome(flatten(self._replay(captured, leaves), "", refuse_result)[1], self._state)
+        replayed = outcome(self._replay(captured, arguments))
         begin.restore()
-        result, wanted = plain()
+        result = self._run(arguments)
+        wanted = outcome(result)
         captured.guards.keep_gradients()
         captured.verified += 1
         if differences := replayed.differences(wanted):
             begin.restore()
             around.restore()
-            noise = plain()[1].differences(wanted)
+            noise = outcome(self._run(arguments)).differences(wanted)
             wrong = beyond_noise(differences, noise)
-            found = "" if wrong is None else self._diagnosed(captured.form, leaves)
+            found = "" if wrong is None else self._diagnosed(arguments)
             wanted.state.restore()
             if wrong is not None:
                 self._captured.remove(captured)
@@ -418,6 +418,11 @@ class CapturedStep:
                 error.result = (result,)
                 raise error
         return result
+
+
+def _each(function: Callable[[Any], Any], result: Any) -> Any:
+    """Apply a function to the leaves of a result."""
+    return build(result, [function(value) for _, value in flatten(result, refuse_result)[1]])
 
 
 def _integer(argument: str, value: Any, least: int) -> int:
