@@ -143,9 +143,9 @@ class TapeGraphs:
     """`gradscale_ext.capture.graphs.Graphs` with tapes."""
 
     @contextlib.contextmanager
-    def side_by_side(self) -> Iterator[None]:
+    def side_by_side(self) -> Iterator[list[str]]:
         with _context.watched(), ShownOperators():
-            yield
+            yield []
 
     def capture(self, call: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[Tape, Any]:
         tape = Tape()

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
+
+_WAITS = "called a synchronizing CUDA operation"
 
 
 class Graph(Protocol):
@@ -29,8 +33,9 @@ class Graph(Protocol):
 class Graphs(Protocol):
     """Makes graphs whose memory is in one pool."""
 
-    def side_by_side(self) -> contextlib.AbstractContextManager[None]:
-        """In this context, work runs on the stream on which graphs are captured, after the current stream's work."""
+    def side_by_side(self) -> contextlib.AbstractContextManager[list[str]]:
+        """In this context, work runs on the stream on which graphs are captured, after the current stream's work.
+        Afterwards, the list has the lines that waited for the device, as far as they were noticed."""
 
     def capture(self, call: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[Graph, Any]:
         """Capture the work of a call; nothing is executed. Returns the graph, and what the call returns."""
@@ -72,27 +77,58 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     @contextlib.contextmanager
-    def side_by_side(self) -> Iterator[None]:
+    def side_by_side(self) -> Iterator[list[str]]:
         """Run work on the stream on which graphs are captured."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
+        waits: list[str] = []
         try:
-            with torch.cuda.stream(self._stream):
-                yield
+            with torch.cuda.stream(self._stream), _noting_waits(waits):
+                yield waits
         finally:
             current.wait_stream(self._stream)
 
     def capture(self, call: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[Graph, Any]:
         """Capture the work of a call."""
-        graph = _CudaGraph()
-        for generator in generators:
-            if generator.device.type == "cuda":
-                graph.graph.register_generator_state(generator)
-        # Work of other threads does not end the capture.
-        with torch.cuda.graph(graph.graph, self._pool, self._stream, capture_error_mode="thread_local"):
-            result = call()
+        graph, failure = _CudaGraph(), None
+        own = [generator for generator in generators if generator.device.type == "cuda"]
+        for generator in own:
+            graph.graph.register_generator_state(generator)
+        current = torch.cuda.current_stream(self._stream.device)
+        try:
+            # Work of other threads does not end the capture.
+            with torch.cuda.graph(graph.graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                try:
+                    result = call()
+                except Exception as error:
+                    failure = error  # ending the capture raises another error
+                    raise
+        except Exception as error:
+            # PyTorch stays on the other stream then, and its generators stay in the state of a capture.
+            torch.cuda.set_stream(current)
+            for generator in (torch.cuda.default_generators[self._stream.device.index], *own):
+                generator.graphsafe_set_state(generator.clone_state())
+            raise failure or error from None
         graph.finish()
         return graph, result
+
+
+@contextlib.contextmanager
+def _noting_waits(waits: list[str]) -> Iterator[None]:
+    """Note where the host waits for the device. Other warnings are issued afterwards."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("always", _WAITS)
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    for warning in caught:
+        if re.match(_WAITS, str(warning.message)):
+            waits.append(f"{warning.filename}:{warning.lineno}")
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 def graphs_of(device: torch.device) -> Graphs | None:

@@ -155,6 +155,8 @@ class CapturedStep:
         """By form of arguments: what had changed at the last plain call, compared with the newest graph."""
         self._captured: list[_Captured] = []
         self._warned: set[str] = set()
+        self._waits: list[str] = []
+        """Lines of the last plain call that waited for the device."""
 
     # ---- What it is --------------------------------------------------------------------------------------------------
 
@@ -249,7 +251,7 @@ class CapturedStep:
         """Run the step next to the current stream; its result is detached."""
         assert self._maker is not None
         args, kwargs = arguments.build()
-        with self._maker.side_by_side():
+        with self._maker.side_by_side() as self._waits:
             result = self._step(*args, **kwargs)
         return _each(_detached, result)
 
@@ -319,6 +321,12 @@ class CapturedStep:
         if len(self._captured) == self._options["max_graphs"]:
             raise _Refused(too_many([one.form for one in self._captured], arguments))
         self._refuse_hooks()
+        if self._waits:  # known beforehand, because a capture that fails leaves traces in PyTorch
+            places = ", ".join(dict.fromkeys(self._waits))
+            raise _Refused(
+                f"CapturedStep: the step waits for the device at {places}, which cannot be captured"
+                f"{self._diagnosed(arguments)}"
+            )
         places = tensors(arguments.leaves)
         inputs = [like(value) for _, value in places]
         versions = [tensor._version for tensor in inputs]
