@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -704,12 +705,13 @@ def test_errors_of_each_argument(function, module):
         value, is_rewards = data[name], name == "rewards"
         label = "q_values" if function == "retrace" and name == "values" else name
         dtype, other = ("bool", value.double()) if name in FLAGS else ("float", value.long())
+        one_row = r"\[None\]" if is_rewards or name in ("discount", "lambda_") else r"\.expand\(3, 6\)"
         for wrong, error, message in (
             (value.tolist(), TypeError, "of type list"),
             (value.numpy(), TypeError, r"of type ndarray.*torch.as_tensor"),
             (other, TypeError, rf"its dtype is {other.dtype}; write {label}.{dtype}\(\)"),
             (value[..., None], ValueError, rf"its shape is \[3, 6, 1\]; write {label}.squeeze\(-1\)"),
-            (value[0], ValueError, rf"its shape is \[6\].*rite {label}\[None\]"),
+            (value[0], ValueError, rf"its shape is \[6\].*rite {label}{one_row}"),
             (value[:, :-1], ValueError, r"\[3, 6\].*its shape is \[3, 5\]"),
             (value.to("meta"), ValueError, "must be on the device of rewards, cpu, but it is on meta"),
         ):
@@ -728,6 +730,41 @@ def test_errors_of_each_argument(function, module):
             changes = {"next_values": None, "values": torch.ones(3, 7), "truncated": torch.full((3, 6), cut)}
             with pytest.raises(ValueError, match=f"^{function}: truncated cannot be given with values"):
                 call(function, data, module, **changes)
+
+
+# ---- Remedies -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.any_version
+def test_what_an_error_of_a_shape_says_to_write_is_accepted(function, batch_first):
+    """Each argument with one dimension, of steps or of rows, and with a superfluous one."""
+    names = (*TRAJECTORIES, *FUNCTIONS[function][0])
+    found = 0
+    for rows, steps in ((3, 6), (1, 6), (3, 1), (4, 4)):
+        data = random_data(38, rows, steps, dtype=torch.float32) | {"truncated": None}
+        data = {name: value if batch_first or value is None else value.T for name, value in data.items()}
+        for name in names:
+            if data[name] is None or name in ("rewards", "discount", "lambda_"):
+                continue
+            matrix = data[name]
+            for wrong in (matrix[0].clone(), matrix[:, 0].clone(), matrix[..., None], matrix[:, :1].clone()):
+                try:
+                    call(function, data | {name: wrong}, batch_first=batch_first)
+                    continue
+                except ValueError as error:
+                    written = re.search(
+                        r"; .*?write (values=)?(.*?)(, and leave out next_values| if all .*|$)", str(error)
+                    )
+                if written is None:
+                    continue
+                label = "q_values" if function == "retrace" and name == "values" else name
+                corrected = eval(written[2], {"torch": torch, "values": data["values"], label: wrong})
+                changes = {"values": corrected, "next_values": None} if written[1] else {name: corrected}
+                call(function, data | changes, batch_first=batch_first)
+                found += 1
+    assert found > 20
 
 
 @pytest.mark.parametrize(
