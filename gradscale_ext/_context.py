@@ -22,6 +22,16 @@ def is_transformed() -> bool:
 is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def saveable(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor that was made in inference mode, which autograd refuses to save for a backward pass.
+
+    torch.compile cannot trace the question; it refuses to save such a tensor with an error of its own.
+    """
+    if is_eager() and tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return tensor.clone()
+    return tensor
+
+
 def varies(number: float) -> bool:
     """Return True if torch.compile traces a Python number as a variable because it changed after the first graph."""
     from torch.fx.experimental.symbolic_shapes import has_static_value  # not at the top: it imports the compiler

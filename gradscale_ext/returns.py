@@ -111,6 +111,8 @@ def lambda_returns(
 
     Cuts and coefficients of exactly 0 exclude a term instead of multiplying it: NaN and inf stay in their episode.
 
+    Tensors may be made in inference mode. torch.compile refuses to save such constants for a backward pass; clone them.
+
     Flags are stored with the transition, as in Gymnasium and TorchRL. CleanRL, Stable-Baselines3 and PufferLib store
     them one step later: pass ``dones[1:]`` followed by the last done. TorchRL 0.14 multiplies by ``~done``, so that a
     NaN reaches the episode before it.

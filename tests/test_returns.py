@@ -732,6 +732,84 @@ def test_errors_of_each_argument(function, module):
                 call(function, data, module, **changes)
 
 
+# ---- Tensors made in inference mode ---------------------------------------------------------------------------------
+
+
+def made_in_inference_mode(tensor):
+    with torch.inference_mode():
+        return tensor.clone()
+
+
+DIFFERENTIATED = {
+    "backward": lambda f, x: torch.autograd.grad(f(x.requires_grad_()), x),
+    "create_graph": lambda f, x: torch.autograd.grad(
+        torch.autograd.grad(f(x.requires_grad_()) ** 2, x, create_graph=True)[0].square().sum(), x
+    ),
+    "func.grad": lambda f, x: torch.func.grad(f)(x),
+    "func.jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "vmap": lambda f, x: torch.autograd.grad(torch.func.vmap(f)(x.requires_grad_()[None]).sum(), x),
+    "vmap of grad": lambda f, x: torch.func.vmap(torch.func.grad(f))(x[None]),
+    "hessian": lambda f, x: torch.func.hessian(lambda x: f(x) ** 2)(x),
+    "checkpoint": lambda f, x: torch.autograd.grad(
+        torch.utils.checkpoint.checkpoint(f, x.requires_grad_(), use_reentrant=False), x
+    ),
+    "no_grad": lambda f, x: [torch.no_grad()(f)(x)],
+    "inference mode": lambda f, x: [torch.inference_mode()(f)(x)],
+}
+
+
+@pytest.mark.parametrize("module", [gs, gs.reference])
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("context", DIFFERENTIATED)
+def test_tensors_made_in_inference_mode(context, function, module):
+    """Autograd refuses to save such tensors. Each of the constants may be one, and each of the other inputs."""
+    data = random_data(35, 2, 5)
+    differentiate = DIFFERENTIATED[context]
+
+    def total(x, arguments):
+        results = call(function, arguments | {"next_values": x}, module)
+        return sum(((k + 1) * result * torch.linspace(-1, 1, 10).view(2, 5)).sum() for k, result in enumerate(results))
+
+    expected = differentiate(lambda x: total(x, data), data["next_values"].clone())
+    for name in (*TRAJECTORIES, *FUNCTIONS[function][0]):
+        if name != "next_values":
+            arguments = data | {name: made_in_inference_mode(data[name])}
+            found = differentiate(lambda x, arguments=arguments: total(x, arguments), data["next_values"].clone())
+            assert_same(found, expected)
+    everything = {name: made_in_inference_mode(value) for name, value in data.items()}
+    found = differentiate(lambda x: total(x, everything), data["next_values"].clone())
+    assert_same(found, expected)
+
+
+def test_a_copy_of_a_tensor_made_in_inference_mode_is_saved():
+    data = random_data(36, 2, 5)
+    mask, rewards = made_in_inference_mode(data["mask"]), data["rewards"].requires_grad_()
+    expected = torch.autograd.grad(call("lambda_returns", data)[0].sum(), rewards)
+    (result,) = call("lambda_returns", data | {"mask": mask})
+    with torch.inference_mode():
+        mask.zero_()  # as a rollout buffer is used again
+    assert_same(torch.autograd.grad(result.sum(), rewards), expected)
+
+
+@pytest.mark.untraced
+def test_torch_compile_refuses_to_save_a_tensor_made_in_inference_mode():
+    """torch.compile saves inputs of its graph itself, and its error says to clone them. A clone works."""
+    data = random_data(37, 2, 5)
+    mask, rewards = made_in_inference_mode(data["mask"]), data["rewards"].requires_grad_()
+
+    def total(rewards, mask):
+        return call("lambda_returns", data | {"rewards": rewards, "mask": mask})[0].sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(total, fullgraph=True, backend="aot_eager")
+    with pytest.raises(RuntimeError, match=r"Inference tensors cannot be saved for backward.*make a clone"):
+        compiled(rewards, mask)
+    expected = torch.autograd.grad(total(rewards, data["mask"]), rewards)
+    assert_same(torch.autograd.grad(compiled(rewards, mask.clone()), rewards), expected)
+    with torch.no_grad():
+        assert_same((compiled(rewards, mask),), (total(rewards, data["mask"]),))
+
+
 # ---- Remedies -------------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .. import _context
 from .._trajectories import (
     Discount,
     GeneralizedAdvantages,
@@ -79,6 +80,7 @@ class _Steps:
         self.zero = torch.zeros(self.shape[:1], dtype=self.dtype, device=self.device)
 
     def _rows(self, tensor: Tensor) -> Tensor:
+        tensor = _context.saveable(tensor)
         return tensor if self.batch_first else tensor.T
 
     def _coefficients(self, value: Discount) -> Tensor:
