@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Mapping
 
 import torch
 
@@ -20,6 +21,20 @@ def is_transformed() -> bool:
 
 # torch.compiler.assume_constant_result does the same, but imports the compiler, which takes a second and 70 MB.
 is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def has_values(*tensors: object) -> bool:
+    """Return True if the tensors have values that Python can read: not while torch.compile, torch.export, make_fx or a
+    torch.func transform traces, and not of fake tensors and meta tensors."""
+    if not is_eager() or is_transformed():
+        return False
+    modes = torch._C._TorchDispatchModeKey
+    if any(torch._C._get_dispatch_mode(mode) is not None for mode in (modes.FAKE, modes.PROXY, modes.FUNCTIONAL)):
+        return False
+    fake = torch._subclasses.FakeTensor
+    return not any(
+        isinstance(tensor, fake) or (isinstance(tensor, torch.Tensor) and tensor.is_meta) for tensor in tensors
+    )
 
 
 def saveable(tensor: torch.Tensor) -> torch.Tensor:
@@ -58,3 +73,16 @@ def as_tensor(number: float, device: torch.device, dtype: torch.dtype | None = N
 def say_once(message: str) -> None:
     """Warn, once for each message."""
     warnings.warn(message, stacklevel=4)
+
+
+def say_why_slow(function: str, arguments: Mapping[str, object]) -> None:
+    """Say once which argument keeps an eager call from the direct way into C++: a tensor that dispatches in Python."""
+    if not has_values(*arguments.values()):
+        return  # a tracer
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor) and type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            say_once(
+                f"gradscale_ext: {function} is called through PyTorch's dispatcher, which takes longer, because {name} "
+                f"is a {type(value).__name__}, whose operations run in Python; give plain tensors where you can"
+            )
+            return

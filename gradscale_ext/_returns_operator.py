@@ -33,6 +33,7 @@ def _split(value: Discount, dtype: torch.dtype, device: torch.device) -> tuple[t
 
 def run(function: str, call: Trajectories) -> tuple[torch.Tensor, ...]:
     """Run a checked call with the operator, or with the reference on devices without a kernel."""
+    _context.say_why_slow(function, call._asdict())
     if _distributed.mesh_of(*call) is not None:
         return _distributed.by_whole(lambda whole: run(function, Trajectories(*whole)), tuple(call))  # type: ignore[no-any-return]
     device = call.rewards.device
@@ -155,6 +156,7 @@ def _by_reference(function: str, call: Trajectories) -> tuple[torch.Tensor, ...]
 
 def run_muzero(window: Window) -> MuZeroTargets:
     """Compute the targets of a checked window with the operator, or with the reference on devices without a kernel."""
+    _context.say_why_slow("muzero_targets", window._asdict())
     if _distributed.mesh_of(*window) is not None:
         return _distributed.by_whole(lambda whole: run_muzero(Window(*whole)), tuple(window))  # type: ignore[no-any-return]
     device = window.rewards.device

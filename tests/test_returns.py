@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fractions
 import inspect
 import json
 import re
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,9 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
 from trajectories import (
     DEFINITIONS,
     by_definition,
@@ -730,6 +734,153 @@ def test_errors_of_each_argument(function, module):
             changes = {"next_values": None, "values": torch.ones(3, 7), "truncated": torch.full((3, 6), cut)}
             with pytest.raises(ValueError, match=f"^{function}: truncated cannot be given with values"):
                 call(function, data, module, **changes)
+
+
+# ---- Eager calls go straight to C++ ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def direct(monkeypatch):
+    """Fails a test in which an eager call is handed back to Python, which calls the operator through the dispatcher."""
+
+    def refuse(*_, **__):
+        raise AssertionError("the call was handed back to Python")
+
+    for name in ("check_trajectories", "check_window"):
+        monkeypatch.setattr(gs.returns, name, refuse)
+
+
+class Rank(int):
+    pass
+
+
+NUMBERS = (np.float32(0.5), np.float64(0.5), np.float16(0.5), fractions.Fraction(1, 2), torch.tensor(0.5))
+WHOLE_NUMBERS = (np.int64(1), np.uint8(1), 1, Rank(1), True + 0)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.any_version
+def test_numbers_of_any_kind_go_straight_to_cpp(function, direct):
+    data = random_data(30, 3, 6)
+    numbers = [name for name in ("discount", "lambda_") if name == "discount" or name in FUNCTIONS[function][0]]
+    clips = {"vtrace": ("clip_rho", "clip_c", "clip_pg_rho"), "retrace": ("clip_c",)}.get(function, ())
+    for number in NUMBERS:
+        for name in (*numbers, *(() if isinstance(number, torch.Tensor) else clips)):
+            assert_same(call(function, data, **{name: number}), call(function, data, **{name: 0.5}), rtol=0, atol=0)
+    for number in WHOLE_NUMBERS:
+        for name in (*numbers, *clips):
+            assert_same(call(function, data, **{name: number}), call(function, data, **{name: 1.0}), rtol=0, atol=0)
+        if function == "n_step_returns":
+            assert_same(call(function, data, n=number), call(function, data, n=1), rtol=0, atol=0)
+
+
+@pytest.mark.any_version
+def test_numbers_of_muzero_targets_go_straight_to_cpp(direct):
+    for number in NUMBERS:
+        assert_same(windows(discount=number), windows(discount=0.5))
+    for number in WHOLE_NUMBERS:
+        for name in ("num_unroll_steps", "td_steps", "prefix_horizon"):
+            changes = {"reward": "value_prefix"} if name == "prefix_horizon" else {}
+            assert_same(windows(**changes, **{name: number}), windows(**changes, **{name: 1}))
+
+
+def lazily_negated(tensor):
+    return torch._neg_view(-tensor)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.any_version
+def test_lazily_negated_tensors_go_straight_to_cpp(function, direct):
+    data = random_data(31, 3, 6)
+    names = [name for name in (*TRAJECTORIES, *FUNCTIONS[function][0]) if name not in FLAGS]
+    inputs = inputs_of(function)
+    runs = []
+    for convert in (torch.clone, lazily_negated):
+        leaves = [data[name].clone().requires_grad_() for name in inputs]
+        changed = {name: convert(data[name]) for name in names}
+        changed |= {name: convert(leaf) for name, leaf in zip(inputs, leaves, strict=True)}
+        results = call(function, data | changed)
+        weights = [torch.linspace(-1, 1, result.numel()).view_as(result) for result in results]
+        runs.append((*results, *torch.autograd.grad(results, leaves, weights)))
+    assert_same(runs[1], runs[0], rtol=0, atol=0)
+    scalar_discount = {"discount": torch.tensor(0.9)}
+    lazy_discount = {"discount": lazily_negated(torch.tensor(0.9))}
+    assert_same(call(function, data | lazy_discount), call(function, data | scalar_discount), rtol=0, atol=0)
+    imaginary = torch.complex(torch.zeros(3, 6).double(), -data["rewards"]).conj().imag  # a view that negates lazily
+    assert imaginary.is_neg()
+    assert_same(call(function, data | {"rewards": imaginary}), call(function, data), rtol=0, atol=0)
+
+
+@pytest.mark.any_version
+def test_lazily_negated_tensors_of_muzero_targets_go_straight_to_cpp(direct):
+    data = window_data() | {"discount": torch.full((9, 1), 0.9)}
+    arguments = {"num_unroll_steps": 5, "td_steps": 3}
+    expected = gs.muzero_targets(**data, **arguments)
+    for name, value in data.items():
+        if value.dtype != torch.bool:
+            assert_same(gs.muzero_targets(**data | {name: lazily_negated(value)}, **arguments), expected)
+
+
+@pytest.mark.parametrize("function", ["lambda_returns", "n_step_returns"])
+@pytest.mark.parametrize("steps", [6, 7])
+@pytest.mark.any_version
+def test_values_that_are_not_read_go_straight_to_cpp(function, steps, direct):
+    data = random_data(32, 3, 6, dtype=torch.float32)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        values = torch.full((3, steps), torch.nan, dtype=dtype, requires_grad=True)
+        rewards = data["rewards"].clone().requires_grad_()
+        (result,) = call(function, data | {"values": values, "rewards": rewards})
+        assert result.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert_same((result.float(),), call(function, data | {"values": None}))
+        gradients = torch.autograd.grad(result.sum(), (rewards, values), allow_unused=True)
+        (expected,) = torch.autograd.grad(call(function, data | {"values": None, "rewards": rewards})[0].sum(), rewards)
+        assert_same(gradients[:1], (expected,))
+        assert gradients[1] is None
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.any_version
+def test_forward_mode_goes_straight_to_cpp(function, direct, monkeypatch):
+    data = random_data(33, 3, 6)
+    names = inputs_of(function)
+    directions = [torch.linspace(-1, 2, 18).double().view(3, 6) * (k + 1) for k in range(len(names))]
+    with forward_ad.dual_level():
+        for convert in (torch.clone, lazily_negated):
+            given = [
+                forward_ad.make_dual(convert(data[name]), convert(direction))
+                for name, direction in zip(names, directions, strict=True)
+            ]
+            results = call(function, data | dict(zip(names, given, strict=True)))
+            tangents = [forward_ad.unpack_dual(result).tangent for result in results]
+            zeros = data | dict(zip(names, directions, strict=True))  # a function is linear in its inputs
+            assert_same(tangents, call(function, zeros))
+        monkeypatch.undo()
+        dual = forward_ad.make_dual(data["discount"], data["discount"])
+        for grad in (torch.enable_grad, torch.no_grad):
+            with grad(), pytest.raises(ValueError, match="discount requires grad"):
+                call(function, data | {"discount": dual})
+
+
+@pytest.mark.any_version
+def test_a_tensor_that_dispatches_in_python_is_named_once():
+    gs._context.say_once.cache_clear()
+    data = random_data(34, 2, 3, dtype=torch.float32)
+    expected = call("lambda_returns", data)
+    words = "lambda_returns is called through PyTorch's dispatcher, .*because next_values is a TwoTensor"
+    given = data | {"next_values": TwoTensor(data["next_values"], data["next_values"])}
+    with pytest.warns(UserWarning, match=words):
+        (result,) = call("lambda_returns", given)
+    assert_same((result.a, result.b), expected * 2)
+    rewards = torch.arange(6.0).view(2, 3)
+    with pytest.warns(UserWarning, match="muzero_targets is called through .*because rewards is a TwoTensor"):
+        results = windows(rewards=TwoTensor(rewards, rewards))
+    assert_same([result.a for result in results], windows())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call("lambda_returns", given)
+        torch.func.vmap(lambda rewards: call("lambda_returns", data | {"rewards": rewards}))(data["rewards"][None])
+        with FakeTensorMode() as mode:
+            call("lambda_returns", {name: mode.from_tensor(value) for name, value in data.items()})
 
 
 # ---- Tensors made in inference mode ---------------------------------------------------------------------------------
