@@ -37,6 +37,15 @@ def has_values(*tensors: object) -> bool:
     )
 
 
+def require_values(function: str, subject: str, *tensors: object) -> None:
+    """Refuse ``check=True`` where there are no values. `subject` is the function in the words of its error."""
+    if not has_values(*tensors):
+        raise NotImplementedError(
+            f"{function}: check=True reads values, which do not exist while torch.compile, torch.export or a "
+            f"torch.func transform traces; call {subject} once outside of it with check=True, and inside without"
+        )
+
+
 def saveable(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor that was made in inference mode, which autograd refuses to save for a backward pass.
 

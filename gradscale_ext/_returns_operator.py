@@ -10,6 +10,7 @@ import torch
 from . import _context, _distributed, reference
 from . import _native as _native  # registers the operators
 from ._trajectories import Discount, MuZeroTargets, Trajectories, Window, result_dtype
+from ._window_values import check_targets, check_values
 from .reference.returns import times
 
 #: The functions in the order of `Formula` in csrc/returns/call.h.
@@ -165,22 +166,26 @@ def run_muzero(window: Window) -> MuZeroTargets:
         horizon = arguments.pop("prefix_horizon")
         prefix = {"reward": "value_prefix", "prefix_horizon": horizon} if horizon else {}
         return reference.muzero_targets(**arguments, **prefix)
+    check_values(window)
     discounts, discount = _split(window.discount, result_dtype(*window), device)
-    results = torch.ops.gradscale_ext.muzero_targets(
-        window.rewards,
-        window.root_values,
-        window.lengths,
-        window.terminated,
-        window.to_play,
-        window.root_reward,
-        discounts,
-        discount,
-        window.num_unroll_steps,
-        window.td_steps,
-        window.prefix_horizon,
-        window.batch_first,
+    results = MuZeroTargets(
+        *torch.ops.gradscale_ext.muzero_targets(
+            window.rewards,
+            window.root_values,
+            window.lengths,
+            window.terminated,
+            window.to_play,
+            window.root_reward,
+            discounts,
+            discount,
+            window.num_unroll_steps,
+            window.td_steps,
+            window.prefix_horizon,
+            window.batch_first,
+        )
     )
-    return MuZeroTargets(*results)
+    check_targets(window, results)
+    return results
 
 
 # ---- Shapes, for tracers --------------------------------------------------------------------------------------------

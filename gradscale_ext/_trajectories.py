@@ -77,6 +77,7 @@ class Window(NamedTuple):
     td_steps: int
     prefix_horizon: int
     batch_first: bool
+    check: bool
 
 
 def result_dtype(*values: object) -> torch.dtype:
@@ -397,8 +398,9 @@ def check_window(
     prefix_horizon: Any,
     root_reward: Any,
     batch_first: Any,
+    check_values: Any,
 ) -> Window:
-    """Check the arguments of `muzero_targets`.
+    """Check the arguments of `muzero_targets`, without looking at values.
 
     Raises:
         TypeError: a type or dtype is wrong.
@@ -406,6 +408,7 @@ def check_window(
     """
     function = "muzero_targets"
     check = _Checker(function, rewards, batch_first, "L")
+    _numbers.check_flag(f"{function}: check", check_values)
     check.floats("root_values", root_values, 1)
     check.shaped("root_values", root_values, 1, ", one step more than rewards")
     num_unroll_steps = check.integer("num_unroll_steps", num_unroll_steps, 0, "2**31 - 1")
@@ -458,4 +461,5 @@ def check_window(
         td_steps=td_steps,
         prefix_horizon=max(horizon, 1) if is_prefix else 0,
         batch_first=batch_first,
+        check=check_values,
     )

@@ -128,7 +128,7 @@ SIGNATURES = {
     "clip_pg_rho=1.0, " + LAST_ARGUMENTS,
     "retrace": "(rewards, q_values, next_values, *, ratios, discount, lambda_=1.0, clip_c=1.0, " + LAST_ARGUMENTS,
     "muzero_targets": "(rewards, root_values, *, num_unroll_steps, td_steps, discount, lengths=None, terminated=None, "
-    "to_play=None, reward='reward', prefix_horizon=None, root_reward=None, batch_first=True)",
+    "to_play=None, reward='reward', prefix_horizon=None, root_reward=None, batch_first=True, check=False)",
 }
 FIELDS = {
     "generalized_advantages": (gs.GeneralizedAdvantages, ("advantages", "returns")),
@@ -1045,7 +1045,7 @@ def test_errors(function, changes, error, message):
 def test_muzero_targets(batch_first):
     g = torch.Generator().manual_seed(1)
     rewards, nu = torch.randn(9, 8, generator=g), torch.randn(9, 9, generator=g)
-    lengths = torch.tensor([0, 1, 2, 3, 4, 5, 8, 99, -3])
+    lengths = torch.tensor([0, 1, 2, 3, 4, 5, 8, 7, 6])
     over, players = torch.rand(9, generator=g) < 0.5, torch.randint(2, (9, 9), generator=g)
     for n in (1, 3, 10**12):
         for options in (
@@ -1072,7 +1072,7 @@ def test_muzero_targets(batch_first):
             assert_same(gs.muzero_targets(**arguments), gs.reference.muzero_targets(**arguments))
     spoilt, values = rewards.clone(), nu.clone()
     for b in range(9):
-        length = int(lengths[b].clamp(0, 8))
+        length = int(lengths[b])
         spoilt[b, length:] = torch.nan
         values[b, length + 1 :] = torch.nan
     arguments = {"num_unroll_steps": 5, "td_steps": 3, "discount": 0.9, "lengths": lengths, "terminated": over}
@@ -1214,6 +1214,190 @@ def test_muzero_targets_have_no_gradient(name):
 def test_errors_of_muzero_targets(changes, error, message, module):
     with pytest.raises(error, match=f"^muzero_targets: .*{message}"):
         windows(module, **changes)
+
+
+# ---- Values that muzero_targets refuses -----------------------------------------------------------------------------
+
+
+def of_window(length=3, over=False, players=(0, 1, 0, 1), **changes):
+    """`windows` with one row of three moves after a valid row."""
+    lengths, terminated = torch.tensor([3, length]), torch.tensor([True, over])
+    to_play = None if players is None else torch.tensor([[1, 0, 1, 0], players])
+    return {"lengths": lengths, "terminated": terminated, "to_play": to_play, **changes}
+
+
+@pytest.mark.parametrize("module", [gs, gs.reference])
+@pytest.mark.parametrize("length", [4, 30, -1, -3, 2**62])
+@pytest.mark.any_version
+def test_a_length_out_of_range_raises_on_a_cpu(length, module):
+    message = rf"lengths must be from 0 to 3, the number of moves in rewards, but row 1 has {length}; .*clamp\(max=3\)"
+    for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with context(), pytest.raises(ValueError, match=f"^muzero_targets: {message}"):
+            windows(module, **of_window(length, players=None))
+    arguments = of_window(length, batch_first=False, rewards=torch.ones(3, 2), root_values=torch.ones(4, 2))
+    arguments["to_play"] = arguments["to_play"].T
+    with pytest.raises(ValueError, match=f"^muzero_targets: {message}"):
+        windows(module, **arguments)
+    with pytest.raises(ValueError, match=message):
+        windows(module, lengths=torch.tensor([9, 3, 9, length])[1::2], terminated=torch.tensor([True, False]))
+
+
+@pytest.mark.untraced
+def test_lengths_out_of_range_are_clamped_where_there_are_no_values():
+    wrong, right = torch.tensor([30, -3]), torch.tensor([3, 0])
+    terminated = torch.tensor([True, False])
+    expected = windows(lengths=right, terminated=terminated)
+
+    def apply(lengths):
+        return tuple(windows(lengths=lengths, terminated=terminated))
+
+    assert_same(torch.compile(apply, fullgraph=True, backend="aot_eager")(wrong), expected)
+    mapped = torch.func.vmap(apply)(torch.stack([right, wrong]))
+    assert_same([field[1] for field in mapped], expected)
+    assert_same(make_fx(apply)(wrong)(wrong), expected)
+    module = torch.nn.Module()
+    module.forward = apply
+    assert_same(torch.export.export(module, (wrong,)).module()(wrong), expected)
+    with FakeTensorMode() as mode:
+        given = {"lengths": mode.from_tensor(wrong), "terminated": mode.from_tensor(terminated)}
+        fake = windows(rewards=torch.ones(2, 3), root_values=torch.ones(2, 4), **given)
+    assert fake.values.shape == (2, 3)
+    given |= {"rewards": mode.from_tensor(torch.ones(2, 3)), "root_values": mode.from_tensor(torch.ones(2, 4))}
+    assert windows(**given).values.shape == (2, 3)  # outside of the mode
+
+
+@pytest.mark.parametrize("module", [gs, gs.reference])
+@pytest.mark.parametrize(
+    ("changes", "seen"),
+    [
+        ({"players": (0, 1, 2, 0)}, "0, 1 and 2"),
+        ({"players": (2, -7, 0, 0)}, "-7, 0 and 2"),
+        ({"players": (0, 0, 1, 2)}, "0, 1 and 2"),  # the player of the last state is read if the game goes on
+        ({"players": (0, 1, 2, 9), "length": 2}, "0, 1 and 2"),
+        ({"players": (3, 1, 2, 9), "over": True}, "1, 2 and 3"),
+        ({"players": (0, 1, 2, 2), "num_unroll_steps": 0}, "0, 1 and 2"),
+        ({"players": (0, 1, 2, 2), "num_unroll_steps": 1, "td_steps": 1}, "0, 1 and 2"),
+        ({"players": (0, 1, 2, 2), "td_steps": 10**18}, "0, 1 and 2"),
+    ],
+)
+@pytest.mark.any_version
+def test_a_third_player_raises_on_a_cpu(changes, seen, module):
+    message = (
+        f"^muzero_targets: to_play must have at most two players in a row, but row 1 has {seen}: .*without to_play"
+    )
+    arguments = of_window(**changes)
+    for dtype in (torch.int64, torch.int8):
+        with pytest.raises(ValueError, match=message):
+            windows(module, **arguments | {"to_play": arguments["to_play"].to(dtype)})
+    by_step = {name: arguments[name].T for name in ("to_play",)} | {"batch_first": False}
+    by_step |= {"rewards": torch.ones(3, 2), "root_values": torch.ones(4, 2)}
+    with torch.inference_mode(), pytest.raises(ValueError, match=message):
+        windows(module, **arguments | by_step)
+
+
+@pytest.mark.parametrize("module", [gs, gs.reference])
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"players": (5, 5, 5, 5)},
+        {"players": (1, 2, 1, 2)},  # the other row has players 0 and 1
+        {"players": (0, 1, 0, -1), "over": True},  # nobody moves where the game has ended
+        {"players": (0, 1, -1, 7), "length": 2, "over": True},
+        {"players": (0, 1, 1, 7), "length": 2},
+        {"players": (-1, 3, 4, 5), "length": 0, "over": True},
+        {"players": (0, 1, 2, 3), "num_unroll_steps": 0, "td_steps": 1},
+        {"players": (0, 1, 1, 2), "num_unroll_steps": 1, "td_steps": 1},
+    ],
+)
+@pytest.mark.any_version
+def test_entries_of_to_play_that_no_target_reads(changes, check, module):
+    """They may hold anything: the targets are those of equal players there, as the definition reads them."""
+    arguments = of_window(**changes)
+    results = windows(module, **arguments, check=check)
+    steps, n = arguments.get("num_unroll_steps", 2), arguments.get("td_steps", 2)
+    r, nu = torch.arange(6.0).view(2, 3).double().numpy(), torch.arange(8.0).view(2, 4).double().numpy()
+    given = (arguments["lengths"], arguments["terminated"], arguments["to_play"])
+    rows = [
+        muzero_row(r[b], nu[b], int(given[0][b]), bool(given[1][b]), steps, n, 0.9, given[2][b].numpy()) for b in (0, 1)
+    ]
+    for result, field in zip(results, zip(*rows, strict=True), strict=True):
+        torch.testing.assert_close(result, torch.from_numpy(np.stack(field)).to(result.dtype))
+
+
+@pytest.mark.parametrize("module", [gs, gs.reference])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"discount": torch.tensor(1.5)}, "discount must be from -1 to 1, but it is 1.5"),
+        ({"discount": torch.tensor([[0.9], [torch.nan]])}, "discount must be from -1 to 1, but row 1 has nan"),
+        (
+            {"rewards": torch.tensor([[0, 1, 2], [0, torch.nan, 0]])},
+            "the value target of row 1 at step 0 is NaN, because rewards has NaN at index 1 of the row; find",
+        ),
+        (
+            {"root_values": torch.tensor([[0, 1, 2, 3], [0, 0, torch.nan, 0]])},
+            "the value target of row 1 at step 0 is NaN, because root_values has NaN at index 2 of the row; find",
+        ),
+        (
+            {"rewards": torch.tensor([[0, 1, torch.nan], [0, 0, 0]]), "td_steps": 1, "num_unroll_steps": 2},
+            "the value target of row 0 at step 2 is NaN, because rewards has NaN at index 2",
+        ),
+        (
+            {"rewards": torch.tensor([[torch.inf, 0, 0]] * 2), "root_values": torch.full((2, 4), -torch.inf)},
+            "the value target of row 0 at step 0 is NaN, because infinite rewards and root_values",
+        ),
+        ({"root_reward": torch.tensor([0, torch.nan])}, "the reward target of row 1 at step 0 .* root_reward has NaN"),
+    ],
+)
+@pytest.mark.any_version
+def test_check_finds_values_that_cannot_be_intended(changes, message, module):
+    windows(module, **changes)  # without check, the results are NaN, or meaningless
+    with pytest.raises(ValueError, match=f"^muzero_targets: {message}"):
+        windows(module, **changes, check=True)
+
+
+@pytest.mark.parametrize("module", [gs, gs.reference])
+@pytest.mark.any_version
+def test_check_accepts_nan_that_no_target_reads(module):
+    nan = torch.nan
+    arguments = {
+        "rewards": torch.tensor([[1, 2, nan], [1, nan, nan]]),
+        "root_values": torch.tensor([[nan, nan, 3, nan], [nan, nan, nan, nan]]),
+        "lengths": torch.tensor([2, 1]),
+        "terminated": torch.tensor([False, True]),
+    }
+    expected = windows(module, **{k: v.nan_to_num() if v.is_floating_point() else v for k, v in arguments.items()})
+    assert_same(windows(module, **arguments, check=True), expected)
+    behind_zero = windows(module, root_values=torch.full((2, 4), nan), num_unroll_steps=1, discount=0.0, check=True)
+    assert_same((behind_zero.values,), (torch.arange(6.0).view(2, 3)[:, :2],))
+
+
+@pytest.mark.parametrize("module", [gs, gs.reference])
+@pytest.mark.untraced
+def test_check_needs_values(module):
+    rewards = torch.arange(6.0).view(2, 3)
+
+    def apply(rewards):
+        return tuple(windows(module, rewards=rewards, check=True))
+
+    assert_same(apply(rewards), windows(module))
+    contexts = {
+        "compile": lambda: torch.compile(apply, backend="aot_eager")(rewards),
+        "compile, fullgraph": lambda: torch.compile(apply, fullgraph=True, backend="aot_eager")(rewards),
+        "vmap": lambda: torch.func.vmap(apply)(rewards[None]),
+        "make_fx": lambda: make_fx(apply)(rewards),
+        "meta": lambda: windows(
+            module, rewards=rewards.to("meta"), root_values=torch.ones(2, 4).to("meta"), check=True
+        ),
+    }
+    for run in contexts.values():
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="muzero_targets: check=True reads values, which do not exist while"):
+            run()
+    for wrong in (1, None, torch.tensor(True)):
+        with pytest.raises(TypeError, match="muzero_targets: check must be True or False"):
+            windows(module, check=wrong)
 
 
 @pytest.fixture

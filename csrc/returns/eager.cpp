@@ -18,6 +18,7 @@ namespace {
 namespace py = pybind11;
 
 // The results of a call; none if an argument is unusual or wrong. Python then checks the call, and says what is wrong.
+// Values are only looked at on a CPU.
 using Results = std::optional<std::vector<at::Tensor>>;
 
 bool is_bool(at::ScalarType dtype) {
@@ -81,7 +82,7 @@ class Reader {
   // Stores a number from `low` to 1 in `number`, or returns a tensor.
   at::Tensor coefficient(py::handle given, double low, double& number, bool per_step = true) {
     number = 1;
-    if (!THPVariable_Check(given.ptr())) {
+    if (PyFloat_Check(given.ptr()) || !THPVariable_Check(given.ptr())) { // the second takes longer, except for tensors
       number = real(given);
       require(low <= number && number <= 1);
       return {};
@@ -252,7 +253,9 @@ Results muzero_targets_in_eager_mode(
   }
   const py::gil_scoped_release no_gil;
   const at::NoGradGuard no_grad;
-  return muzero_targets(windows);
+  windows.is_checked = windows.rewards.is_cpu();
+  const std::vector<at::Tensor> results = muzero_targets(windows);
+  return results.empty() ? Results() : results;
 }
 
 } // namespace
