@@ -620,7 +620,7 @@ def test_bitwise_the_same_from_run_to_run_and_for_any_number_of_threads():
 
 def _peak_extra_bytes(function):
     """Peak bytes of PyTorch's CPU allocator during a call, above the bytes held before it."""
-    with torch.profiler.profile(profile_memory=True) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         function()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = peak = 0
