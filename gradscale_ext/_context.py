@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -43,6 +43,39 @@ def is_transformed() -> bool:
 is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def has_values(*tensors: object) -> bool:
+    """Return True if the tensors have values that Python can read: not while torch.compile, torch.export, make_fx or a
+    torch.func transform traces, and not of fake tensors and meta tensors."""
+    if not is_eager() or is_transformed():
+        return False
+    modes = torch._C._TorchDispatchModeKey
+    if any(torch._C._get_dispatch_mode(mode) is not None for mode in (modes.FAKE, modes.PROXY, modes.FUNCTIONAL)):
+        return False
+    fake = torch._subclasses.FakeTensor
+    return not any(
+        isinstance(tensor, fake) or (isinstance(tensor, torch.Tensor) and tensor.is_meta) for tensor in tensors
+    )
+
+
+def require_values(function: str, subject: str, *tensors: object) -> None:
+    """Refuse ``check=True`` where there are no values. `subject` is the function in the words of its error."""
+    if not has_values(*tensors):
+        raise NotImplementedError(
+            f"{function}: check=True reads values, which do not exist while torch.compile, torch.export or a "
+            f"torch.func transform traces; call {subject} once outside of it with check=True, and inside without"
+        )
+
+
+def saveable(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor that was made in inference mode, which autograd refuses to save for a backward pass.
+
+    torch.compile cannot trace the question; it refuses to save such a tensor with an error of its own.
+    """
+    if is_eager() and tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return tensor.clone()
+    return tensor
+
+
 def varies(number: float) -> bool:
     """Return True if torch.compile traces a Python number as a variable because it changed after the first graph."""
     from torch.fx.experimental.symbolic_shapes import has_static_value  # not at the top: it imports the compiler
@@ -69,3 +102,16 @@ def as_tensor(number: float, device: torch.device, dtype: torch.dtype | None = N
 def say_once(message: str) -> None:
     """Warn, once for each message."""
     warnings.warn(message, stacklevel=4)
+
+
+def say_why_slow(function: str, arguments: Mapping[str, object]) -> None:
+    """Say once which argument keeps an eager call from the direct way into C++: a tensor that dispatches in Python."""
+    if not has_values(*arguments.values()):
+        return  # a tracer
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor) and type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            say_once(
+                f"gradscale_ext: {function} is called through PyTorch's dispatcher, which takes longer, because {name} "
+                f"is a {type(value).__name__}, whose operations run in Python; give plain tensors where you can"
+            )
+            return

@@ -126,6 +126,11 @@ def remedy_for_count(
     if len(entries) == wanted - 1 and first_step == 0:
         if longest_first_step == 1:
             return f"; leave out the root in head '{longest}', or its first_step=1"
+        if what == "target":
+            return (
+                "; for targets of gs.muzero_targets, pass root_reward= to it, or declare the head with first_step=1 "
+                "and leave out its prediction at the root"
+            )
         return "; a head that has nothing at the root is declared with first_step=1"
     if len(entries) == wanted + 1 and first_step == 1 and what == "target":
         return "; leave out the target of the root"

@@ -10,6 +10,7 @@ import torch
 from . import _context, _distributed, reference
 from . import _native as _native  # registers the operators
 from ._trajectories import Discount, MuZeroTargets, Trajectories, Window, result_dtype
+from ._window_values import check_targets, check_values
 from .reference.returns import times
 
 #: The functions in the order of `Formula` in csrc/returns/call.h.
@@ -33,6 +34,7 @@ def _split(value: Discount, dtype: torch.dtype, device: torch.device) -> tuple[t
 
 def run(function: str, call: Trajectories) -> tuple[torch.Tensor, ...]:
     """Run a checked call with the operator, or with the reference on devices without a kernel."""
+    _context.say_why_slow(function, call._asdict())
     if _distributed.mesh_of(*call) is not None:
         return _distributed.by_whole(lambda whole: run(function, Trajectories(*whole)), tuple(call))  # type: ignore[no-any-return]
     device = call.rewards.device
@@ -155,6 +157,7 @@ def _by_reference(function: str, call: Trajectories) -> tuple[torch.Tensor, ...]
 
 def run_muzero(window: Window) -> MuZeroTargets:
     """Compute the targets of a checked window with the operator, or with the reference on devices without a kernel."""
+    _context.say_why_slow("muzero_targets", window._asdict())
     if _distributed.mesh_of(*window) is not None:
         return _distributed.by_whole(lambda whole: run_muzero(Window(*whole)), tuple(window))  # type: ignore[no-any-return]
     device = window.rewards.device
@@ -163,22 +166,26 @@ def run_muzero(window: Window) -> MuZeroTargets:
         horizon = arguments.pop("prefix_horizon")
         prefix = {"reward": "value_prefix", "prefix_horizon": horizon} if horizon else {}
         return reference.muzero_targets(**arguments, **prefix)
+    check_values(window)
     discounts, discount = _split(window.discount, result_dtype(*window), device)
-    results = torch.ops.gradscale_ext.muzero_targets(
-        window.rewards,
-        window.root_values,
-        window.lengths,
-        window.terminated,
-        window.to_play,
-        window.root_reward,
-        discounts,
-        discount,
-        window.num_unroll_steps,
-        window.td_steps,
-        window.prefix_horizon,
-        window.batch_first,
+    results = MuZeroTargets(
+        *torch.ops.gradscale_ext.muzero_targets(
+            window.rewards,
+            window.root_values,
+            window.lengths,
+            window.terminated,
+            window.to_play,
+            window.root_reward,
+            discounts,
+            discount,
+            window.num_unroll_steps,
+            window.td_steps,
+            window.prefix_horizon,
+            window.batch_first,
+        )
     )
-    return MuZeroTargets(*results)
+    check_targets(window, results)
+    return results
 
 
 # ---- Shapes, for tracers --------------------------------------------------------------------------------------------

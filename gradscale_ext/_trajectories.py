@@ -77,6 +77,7 @@ class Window(NamedTuple):
     td_steps: int
     prefix_horizon: int
     batch_first: bool
+    check: bool
 
 
 def result_dtype(*values: object) -> torch.dtype:
@@ -136,24 +137,50 @@ class _Checker:
 
     def _dims(self, name: str, value: torch.Tensor, more: int = 0) -> None:
         if value.dim() != 2:
-            remedy = ""
-            if value.dim() == 3 and value.shape[-1] == 1:
-                remedy = f"; write {name}.squeeze(-1)"
-            elif value.dim() == 1:
-                remedy = f"; write {name}[None]" if self.batch_first else f"; write {name}[:, None]"
             raise ValueError(
                 f"{self.function}: {name} must have shape {self._letters(more)}, "
-                f"but its shape is {_written(value.shape)}{remedy}"
+                f"but its shape is {_written(value.shape)}{self._remedy_for_dims(name, value, more)}"
             )
+
+    def _remedy_for_dims(self, name: str, value: torch.Tensor, more: int) -> str:
+        """An expression of the right shape. Rewards, which define the sizes, may have any two dimensions."""
+        shape = tuple(value.shape)
+        expressions = {}
+        if len(shape) == 3 and shape[2] == 1:
+            expressions[f"{name}.squeeze(-1)"] = shape[:2]
+        elif len(shape) == 1:
+            one_row, one_step = (f"{name}[None]", (1, *shape)), (f"{name}[:, None]", (*shape, 1))
+            expressions = dict([one_row, one_step] if self.batch_first else [one_step, one_row])
+        for expression, result in expressions.items():
+            if name == "rewards" or result == self._sizes(more):
+                return f"; write {expression}"
+        if remedy := self._remedy_for_last_values(name, value):
+            return remedy
+        if shape == (self.steps + more,):
+            sizes = ", ".join(map(str, self._sizes(more)))
+            return f"; write {name}{'' if self.batch_first else '[:, None]'}.expand({sizes}) if all rows are alike"
+        return ""
+
+    def _remedy_for_last_values(self, name: str, value: torch.Tensor) -> str:
+        """Remedy for next_values of the last step alone."""
+        one_step = self._sizes(1 - self.steps)
+        if name != "next_values" or self.function == "retrace" or tuple(value.shape) not in ((self.batch,), one_step):
+            return ""
+        last = name if value.dim() == 2 else f"{name}[:, None]" if self.batch_first else f"{name}[None]"
+        return (
+            f"; the value of the state after the last step belongs to values {self.shape(1)}: write "
+            f"values=torch.cat([values, {last}], {1 if self.batch_first else 0}), and leave out next_values"
+        )
 
     def shape(self, more: int = 0) -> str:
         """The shape of rewards, plus `more` steps."""
-        sizes = (self.batch, self.steps + more)
-        return _written(sizes if self.batch_first else sizes[::-1])
+        return _written(self._sizes(more))
+
+    def _sizes(self, more: int) -> tuple[int, int]:
+        return (self.batch, self.steps + more) if self.batch_first else (self.steps + more, self.batch)
 
     def _has_steps(self, value: torch.Tensor, more: int) -> bool:
-        sizes = (self.batch, self.steps + more) if self.batch_first else (self.steps + more, self.batch)
-        return tuple(value.shape) == sizes
+        return tuple(value.shape) == self._sizes(more)
 
     def shaped(self, name: str, value: torch.Tensor, more: int = 0, reason: str = "") -> None:
         """Check for two dimensions, and for `more` steps more than rewards have."""
@@ -165,6 +192,8 @@ class _Checker:
             if more and tuple(value.shape) == swapped:
                 order = _written((self.step_letter, "B") if self.batch_first else ("B", self.step_letter))
                 remedy = f"; if rewards are {order}, pass batch_first={not self.batch_first}"
+            else:
+                remedy = self._remedy_for_last_values(name, value)
             raise ValueError(
                 f"{self.function}: {name} must have shape {self.shape(more)}"
                 f"{reason or ', the shape of rewards'}, but its shape is {_written(value.shape)}{remedy}"
@@ -369,8 +398,9 @@ def check_window(
     prefix_horizon: Any,
     root_reward: Any,
     batch_first: Any,
+    check_values: Any,
 ) -> Window:
-    """Check the arguments of `muzero_targets`.
+    """Check the arguments of `muzero_targets`, without looking at values.
 
     Raises:
         TypeError: a type or dtype is wrong.
@@ -378,6 +408,7 @@ def check_window(
     """
     function = "muzero_targets"
     check = _Checker(function, rewards, batch_first, "L")
+    _numbers.check_flag(f"{function}: check", check_values)
     check.floats("root_values", root_values, 1)
     check.shaped("root_values", root_values, 1, ", one step more than rewards")
     num_unroll_steps = check.integer("num_unroll_steps", num_unroll_steps, 0, "2**31 - 1")
@@ -430,4 +461,5 @@ def check_window(
         td_steps=td_steps,
         prefix_horizon=max(horizon, 1) if is_prefix else 0,
         batch_first=batch_first,
+        check=check_values,
     )

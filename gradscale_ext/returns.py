@@ -111,6 +111,8 @@ def lambda_returns(
 
     Cuts and coefficients of exactly 0 exclude a term instead of multiplying it: NaN and inf stay in their episode.
 
+    Tensors may be made in inference mode. torch.compile refuses to save such constants for a backward pass; clone them.
+
     Flags are stored with the transition, as in Gymnasium and TorchRL. CleanRL, Stable-Baselines3 and PufferLib store
     them one step later: pass ``dones[1:]`` followed by the last done. TorchRL 0.14 multiplies by ``~done``, so that a
     NaN reaches the episode before it.
@@ -366,6 +368,7 @@ def muzero_targets(
     prefix_horizon: int | None = None,
     root_reward: Tensor | None = None,
     batch_first: bool = True,
+    check: bool = False,
 ) -> MuZeroTargets:
     """MuZero's targets for value and reward (`make_target` of the pseudocode, version 2), and their masks.
 
@@ -383,14 +386,19 @@ def muzero_targets(
         num_unroll_steps: K, at least 0.
         td_steps: n, at least 1. A window shorter than K + n bootstraps from its last state.
         discount: γ, a number from -1 to 1, a 0-dim tensor, or `[B, 1]`.
-        lengths: ℓ, `[B]` int64 from 0 to L: the number of recorded moves; later entries are not read. None: L.
+        lengths: ℓ, `[B]` int64 from 0 to L: the number of recorded moves; later entries are not read. None: L. Other
+            lengths are errors on a CPU, and with `check`; elsewhere, they are clamped.
         terminated: `[B]` bool: True if the game ended, by its rules, after the recorded moves. Required with `lengths`.
-        to_play: `[B, L + 1]` integers or bool: who moves. None: one player.
+        to_play: `[B, L + 1]` integers or bool: who moves. None: one player. A third player among the entries that a
+            row's targets read is an error on a CPU, and with `check`; elsewhere, all but the player at j are opponents.
         reward: "reward", or "value_prefix", the undiscounted sum of the rewards since the sum last restarted, which it
             does every `prefix_horizon` steps (EfficientZero, Ye et al. 2021); not with `to_play`.
         prefix_horizon: h, the number of steps after which the sum restarts, counted from step 1 of a row. None: K.
         root_reward: `[B]`: the reward of the move that led to the sampled position, 0 where a game begins.
         batch_first: if False, all tensors of two dimensions, and results, are `[T, B]`.
+        check: check values on every device, and wait for the device: `lengths`, `to_play`, a `discount` that is a
+            tensor, and targets that are NaN. It raises an error under torch.compile, torch.export and torch.func
+            transforms, where there are no values; there, a CPU does not check lengths and players either.
 
     Returns:
         `values` `[B, K + 1]`. `rewards` `[B, K]` for a head with ``first_step=1``: step k predicts r_{k-1}, the reward
@@ -402,6 +410,7 @@ def muzero_targets(
     Raises:
         TypeError: a type or dtype is wrong.
         ValueError: a shape, device or number is wrong, or an argument requires grad.
+        NotImplementedError: ``check=True`` where there are no values.
 
     The time grows with `num_unroll_steps` times `td_steps`.
 
@@ -421,7 +430,7 @@ def muzero_targets(
     >>> targets.values, targets.rewards, targets.policy_mask
     (tensor([[1.5000, 1.0000, 0.0000]]), tensor([[1., 1.]]), tensor([[ True,  True, False]]))
     """
-    if _context.is_eager():
+    if check is False and _context.is_eager():
         results = _C.muzero_targets(
             rewards,
             root_values,
@@ -451,5 +460,6 @@ def muzero_targets(
         prefix_horizon,
         root_reward,
         batch_first,
+        check,
     )
     return run_muzero(window)

@@ -22,21 +22,21 @@ def pytest_addoption(parser):
     )
 
 
-class LongTests:
-    """Reports each test of over a minute as soon as it ends, so that the log of a killed run names the slow tests."""
+class Reported:
+    """Reports each test that fails, or takes over a minute, as soon as it ends: the log of a killed run names them."""
 
     def __init__(self, config):
         self.config = config
 
     def pytest_runtest_logreport(self, report):
-        if report.duration > 60:
+        if report.failed or report.duration > 60:
             reporter = self.config.pluginmanager.get_plugin("terminalreporter")
-            reporter.write_line(f"\n{report.duration:.0f} s: {report.when} of {report.nodeid}")
+            reporter.write_line(f"\n{report.outcome} after {report.duration:.0f} s: {report.when} of {report.nodeid}")
 
 
 def pytest_configure(config):
     if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(LongTests(config))
+        config.pluginmanager.register(Reported(config))
     if backend := os.environ.get("GRADSCALE_TEST_BACKEND"):
         import torch
 

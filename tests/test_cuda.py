@@ -17,6 +17,9 @@ import torch
 from contexts import CASES, POINT, WEIGHTS
 from test_adaptive import assert_clipped, parameters_of
 from test_loss import ALL_HEADS, OPTIONS, arguments, leaves
+from test_returns import FLAGS, FUNCTIONS, call, window_data
+from test_returns import inputs_of as inputs_of_returns
+from trajectories import random_data
 
 import gradscale_ext as gs
 from gradscale_ext._native import DEVICE_TYPES
@@ -920,3 +923,48 @@ def test_adaptive_clipping_of_many_tensors(device):
     for parameter, other in zip(parameters, on_device, strict=True):
         parameter.grad = other.grad.cpu()
     assert sum(assert_clipped(parameters, before, 0.1, 1e-3, "row")) > 250
+
+
+# ---- Returns --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(("rows", "steps"), [(70, 33), (2, 1100)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_returns(function, rows, steps, dtype, device):
+    data = random_data(3, rows, steps, ends=0.05, padding=0.02)
+    given = {name: value if name in FLAGS else value.to(dtype) for name, value in data.items()}
+    found, names = [], inputs_of_returns(function)
+    for module, where, own in ((gs, device, dtype), (gs.reference, torch.device("cpu"), torch.float64)):
+        arguments = {name: value.to(where, None if name in FLAGS else own) for name, value in given.items()}
+        inputs = [arguments[name].requires_grad_() for name in names]
+        results = call(function, arguments, module)
+        weights = [torch.linspace(-1, 2, rows * steps).view(rows, steps).to(result) for result in results]
+        found.append((*results, *torch.autograd.grad(results, inputs, weights)))
+    for ours, truth in zip(*found, strict=True):
+        check_close(ours, truth, dtype, what=function)
+
+
+@pytest.mark.parametrize("changes", [{}, {"to_play": None, "reward": "value_prefix"}, {"root_reward": None}])
+def test_targets_of_muzero(changes, device):
+    arguments = window_data() | {"num_unroll_steps": 5, "td_steps": 3, "discount": 0.9} | changes
+    moved = converted(arguments, device)
+    truth = gs.reference.muzero_targets(**arguments)
+    for check in (False, True):
+        for ours, expected in zip(gs.muzero_targets(**moved, check=check), truth, strict=True):
+            torch.testing.assert_close(ours.cpu(), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_values_that_muzero_targets_refuses_on_a_gpu(device):
+    """Without `check`, lengths are clamped, and nothing is read back."""
+    arguments = window_data() | {"num_unroll_steps": 5, "td_steps": 3, "discount": 0.9}
+    wrong = arguments | {"lengths": arguments["lengths"] * 2 - 5}
+    players = arguments | {"to_play": torch.arange(9).expand(9, 9) % 3}
+    for changed, name in ((wrong, "lengths"), (players, "to_play")):
+        with pytest.raises(ValueError, match=f"^muzero_targets: {name} must"):
+            gs.muzero_targets(**converted(changed, device), check=True)
+    if device.type == "cuda":
+        clamped = wrong | {"lengths": wrong["lengths"].clamp(0, 8)}
+        truth = gs.reference.muzero_targets(**clamped)
+        for ours, expected in zip(gs.muzero_targets(**converted(wrong, device)), truth, strict=True):
+            torch.testing.assert_close(ours.cpu(), expected, rtol=1e-12, atol=1e-12)

@@ -276,6 +276,11 @@ def priorities_of_mixtures(rank: int) -> None:
         given = spread(nu, one), spread(z, other)
         assert_same(gs.priorities(*given, steps="max", alpha=0.6), expected)
         assert_same(gs.priorities(*(list(t.unbind(1)) for t in given), steps="max", alpha=0.6), expected)
+    mask = torch.rand(B, T) < 0.6
+    for steps, *kinds in itertools.product(("first", "mean", "all"), *[(None, *PLACEMENTS)] * 3):
+        tensors = [spread(tensor, kind) for tensor, kind in zip((nu, z, mask), kinds, strict=True)]
+        expected = gs.priorities(nu, z, steps=steps, mask=mask)
+        assert_same(gs.priorities(*tensors[:2], steps=steps, mask=tensors[2], check=True), expected)
 
 
 @check

@@ -620,7 +620,7 @@ def test_bitwise_the_same_from_run_to_run_and_for_any_number_of_threads():
 
 def _peak_extra_bytes(function):
     """Peak bytes of PyTorch's CPU allocator during a call, above the bytes held before it."""
-    with torch.profiler.profile(profile_memory=True) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         function()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = peak = 0
@@ -959,6 +959,29 @@ def test_module():
     first = loss_fn(predictions, targets).loss
     for again in (copy.deepcopy(loss_fn), pickle.loads(pickle.dumps(loss_fn))):
         assert torch.equal(again(predictions, targets).loss, first)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_muzero_targets_without_the_reward_of_the_root(batch_first):
+    """`MultiStepLoss.muzero` predicts a reward at the root; its targets have one if the caller has passed it."""
+    rewards, root_values = torch.ones(2, 3), torch.ones(2, 4)
+    predictions = {"value": torch.zeros(2, 3, 11), "reward": torch.zeros(2, 3, 11), "policy": torch.zeros(2, 3, 4)}
+    if not batch_first:
+        rewards, root_values = rewards.T, root_values.T
+        predictions = {name: prediction.transpose(0, 1) for name, prediction in predictions.items()}
+    policy = torch.full(predictions["policy"].shape, 0.25)
+    loss_fn = gs.MultiStepLoss.muzero(SUPPORT)
+
+    def loss(**options):
+        window = {"num_unroll_steps": 2, "td_steps": 1, "discount": 0.9, "batch_first": batch_first, **options}
+        targets = gs.muzero_targets(rewards, root_values, **window)
+        given = {"value": targets.values, "reward": targets.rewards, "policy": policy}
+        return loss_fn(predictions, given, batch_first=batch_first).loss
+
+    message = r"target of head 'reward' must have 3 entries .*has 2; .*muzero_targets, pass root_reward= to it, or.*"
+    with pytest.raises(ValueError, match=message + "first_step=1"):
+        loss()
+    assert loss(root_reward=torch.zeros(2)).isfinite()
 
 
 def test_a_head_may_be_called_self():

@@ -161,6 +161,10 @@ MISTAKES = {
         lambda p, t, o: (p["policy"].pop(), t["policy"].pop()),
         "declared with first_step=1",
     ),
+    "targets without the reward of the root": (
+        lambda p, t, o: t.update(value=t["value"][1:]),
+        "pass root_reward= to it, or declare the head with first_step=1 and leave out its prediction at the root",
+    ),
     "a root too many": (
         lambda p, t, o: (p["reward"].append(p["reward"][0]), t["reward"].append(t["reward"][0])),
         "leave out the root in head 'reward', or its first_step",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fractions
 import inspect
 import json
+import re
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +14,9 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
 from trajectories import (
     DEFINITIONS,
     by_definition,
@@ -123,7 +128,7 @@ SIGNATURES = {
     "clip_pg_rho=1.0, " + LAST_ARGUMENTS,
     "retrace": "(rewards, q_values, next_values, *, ratios, discount, lambda_=1.0, clip_c=1.0, " + LAST_ARGUMENTS,
     "muzero_targets": "(rewards, root_values, *, num_unroll_steps, td_steps, discount, lengths=None, terminated=None, "
-    "to_play=None, reward='reward', prefix_horizon=None, root_reward=None, batch_first=True)",
+    "to_play=None, reward='reward', prefix_horizon=None, root_reward=None, batch_first=True, check=False)",
 }
 FIELDS = {
     "generalized_advantages": (gs.GeneralizedAdvantages, ("advantages", "returns")),
@@ -704,12 +709,13 @@ def test_errors_of_each_argument(function, module):
         value, is_rewards = data[name], name == "rewards"
         label = "q_values" if function == "retrace" and name == "values" else name
         dtype, other = ("bool", value.double()) if name in FLAGS else ("float", value.long())
+        one_row = r"\[None\]" if is_rewards or name in ("discount", "lambda_") else r"\.expand\(3, 6\)"
         for wrong, error, message in (
             (value.tolist(), TypeError, "of type list"),
             (value.numpy(), TypeError, r"of type ndarray.*torch.as_tensor"),
             (other, TypeError, rf"its dtype is {other.dtype}; write {label}.{dtype}\(\)"),
             (value[..., None], ValueError, rf"its shape is \[3, 6, 1\]; write {label}.squeeze\(-1\)"),
-            (value[0], ValueError, rf"its shape is \[6\].*rite {label}\[None\]"),
+            (value[0], ValueError, rf"its shape is \[6\].*rite {label}{one_row}"),
             (value[:, :-1], ValueError, r"\[3, 6\].*its shape is \[3, 5\]"),
             (value.to("meta"), ValueError, "must be on the device of rewards, cpu, but it is on meta"),
         ):
@@ -728,6 +734,266 @@ def test_errors_of_each_argument(function, module):
             changes = {"next_values": None, "values": torch.ones(3, 7), "truncated": torch.full((3, 6), cut)}
             with pytest.raises(ValueError, match=f"^{function}: truncated cannot be given with values"):
                 call(function, data, module, **changes)
+
+
+# ---- Eager calls go straight to C++ ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def direct(monkeypatch):
+    """Fails a test in which an eager call is handed back to Python, which calls the operator through the dispatcher."""
+
+    def refuse(*_, **__):
+        raise AssertionError("the call was handed back to Python")
+
+    for name in ("check_trajectories", "check_window"):
+        monkeypatch.setattr(gs.returns, name, refuse)
+
+
+class Rank(int):
+    pass
+
+
+NUMBERS = (np.float32(0.5), np.float64(0.5), np.float16(0.5), fractions.Fraction(1, 2), torch.tensor(0.5))
+WHOLE_NUMBERS = (np.int64(1), np.uint8(1), 1, Rank(1), True + 0)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.any_version
+def test_numbers_of_any_kind_go_straight_to_cpp(function, direct):
+    data = random_data(30, 3, 6)
+    numbers = [name for name in ("discount", "lambda_") if name == "discount" or name in FUNCTIONS[function][0]]
+    clips = {"vtrace": ("clip_rho", "clip_c", "clip_pg_rho"), "retrace": ("clip_c",)}.get(function, ())
+    for number in NUMBERS:
+        for name in (*numbers, *(() if isinstance(number, torch.Tensor) else clips)):
+            assert_same(call(function, data, **{name: number}), call(function, data, **{name: 0.5}), rtol=0, atol=0)
+    for number in WHOLE_NUMBERS:
+        for name in (*numbers, *clips):
+            assert_same(call(function, data, **{name: number}), call(function, data, **{name: 1.0}), rtol=0, atol=0)
+        if function == "n_step_returns":
+            assert_same(call(function, data, n=number), call(function, data, n=1), rtol=0, atol=0)
+
+
+@pytest.mark.any_version
+def test_numbers_of_muzero_targets_go_straight_to_cpp(direct):
+    for number in NUMBERS:
+        assert_same(windows(discount=number), windows(discount=0.5))
+    for number in WHOLE_NUMBERS:
+        for name in ("num_unroll_steps", "td_steps", "prefix_horizon"):
+            changes = {"reward": "value_prefix"} if name == "prefix_horizon" else {}
+            assert_same(windows(**changes, **{name: number}), windows(**changes, **{name: 1}))
+
+
+def lazily_negated(tensor):
+    return torch._neg_view(-tensor)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.any_version
+def test_lazily_negated_tensors_go_straight_to_cpp(function, direct):
+    data = random_data(31, 3, 6)
+    names = [name for name in (*TRAJECTORIES, *FUNCTIONS[function][0]) if name not in FLAGS]
+    inputs = inputs_of(function)
+    runs = []
+    for convert in (torch.clone, lazily_negated):
+        leaves = [data[name].clone().requires_grad_() for name in inputs]
+        changed = {name: convert(data[name]) for name in names}
+        changed |= {name: convert(leaf) for name, leaf in zip(inputs, leaves, strict=True)}
+        results = call(function, data | changed)
+        weights = [torch.linspace(-1, 1, result.numel()).view_as(result) for result in results]
+        runs.append((*results, *torch.autograd.grad(results, leaves, weights)))
+    assert_same(runs[1], runs[0], rtol=0, atol=0)
+    scalar_discount = {"discount": torch.tensor(0.9)}
+    lazy_discount = {"discount": lazily_negated(torch.tensor(0.9))}
+    assert_same(call(function, data | lazy_discount), call(function, data | scalar_discount), rtol=0, atol=0)
+    imaginary = torch.complex(torch.zeros(3, 6).double(), -data["rewards"]).conj().imag  # a view that negates lazily
+    assert imaginary.is_neg()
+    assert_same(call(function, data | {"rewards": imaginary}), call(function, data), rtol=0, atol=0)
+
+
+@pytest.mark.any_version
+def test_lazily_negated_tensors_of_muzero_targets_go_straight_to_cpp(direct):
+    data = window_data() | {"discount": torch.full((9, 1), 0.9)}
+    arguments = {"num_unroll_steps": 5, "td_steps": 3}
+    expected = gs.muzero_targets(**data, **arguments)
+    for name, value in data.items():
+        if value.dtype != torch.bool:
+            assert_same(gs.muzero_targets(**data | {name: lazily_negated(value)}, **arguments), expected)
+
+
+@pytest.mark.parametrize("function", ["lambda_returns", "n_step_returns"])
+@pytest.mark.parametrize("steps", [6, 7])
+@pytest.mark.any_version
+def test_values_that_are_not_read_go_straight_to_cpp(function, steps, direct):
+    data = random_data(32, 3, 6, dtype=torch.float32)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        values = torch.full((3, steps), torch.nan, dtype=dtype, requires_grad=True)
+        rewards = data["rewards"].clone().requires_grad_()
+        (result,) = call(function, data | {"values": values, "rewards": rewards})
+        assert result.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert_same((result.float(),), call(function, data | {"values": None}))
+        gradients = torch.autograd.grad(result.sum(), (rewards, values), allow_unused=True)
+        (expected,) = torch.autograd.grad(call(function, data | {"values": None, "rewards": rewards})[0].sum(), rewards)
+        assert_same(gradients[:1], (expected,))
+        assert gradients[1] is None
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.any_version
+def test_forward_mode_goes_straight_to_cpp(function, direct, monkeypatch):
+    data = random_data(33, 3, 6)
+    names = inputs_of(function)
+    directions = [torch.linspace(-1, 2, 18).double().view(3, 6) * (k + 1) for k in range(len(names))]
+    with forward_ad.dual_level():
+        for convert in (torch.clone, lazily_negated):
+            given = [
+                forward_ad.make_dual(convert(data[name]), convert(direction))
+                for name, direction in zip(names, directions, strict=True)
+            ]
+            results = call(function, data | dict(zip(names, given, strict=True)))
+            tangents = [forward_ad.unpack_dual(result).tangent for result in results]
+            zeros = data | dict(zip(names, directions, strict=True))  # a function is linear in its inputs
+            assert_same(tangents, call(function, zeros))
+        monkeypatch.undo()
+        dual = forward_ad.make_dual(data["discount"], data["discount"])
+        for grad in (torch.enable_grad, torch.no_grad):
+            with grad(), pytest.raises(ValueError, match="discount requires grad"):
+                call(function, data | {"discount": dual})
+
+
+@pytest.mark.any_version
+def test_a_tensor_that_dispatches_in_python_is_named_once():
+    gs._context.say_once.cache_clear()
+    data = random_data(34, 2, 3, dtype=torch.float32)
+    expected = call("lambda_returns", data)
+    words = "lambda_returns is called through PyTorch's dispatcher, .*because next_values is a TwoTensor"
+    given = data | {"next_values": TwoTensor(data["next_values"], data["next_values"])}
+    with pytest.warns(UserWarning, match=words):
+        (result,) = call("lambda_returns", given)
+    assert_same((result.a, result.b), expected * 2)
+    rewards = torch.arange(6.0).view(2, 3)
+    with pytest.warns(UserWarning, match="muzero_targets is called through .*because rewards is a TwoTensor"):
+        results = windows(rewards=TwoTensor(rewards, rewards))
+    assert_same([result.a for result in results], windows())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call("lambda_returns", given)
+        torch.func.vmap(lambda rewards: call("lambda_returns", data | {"rewards": rewards}))(data["rewards"][None])
+        with FakeTensorMode() as mode:
+            call("lambda_returns", {name: mode.from_tensor(value) for name, value in data.items()})
+
+
+# ---- Tensors made in inference mode ---------------------------------------------------------------------------------
+
+
+def made_in_inference_mode(tensor):
+    with torch.inference_mode():
+        return tensor.clone()
+
+
+DIFFERENTIATED = {
+    "backward": lambda f, x: torch.autograd.grad(f(x.requires_grad_()), x),
+    "create_graph": lambda f, x: torch.autograd.grad(
+        torch.autograd.grad(f(x.requires_grad_()) ** 2, x, create_graph=True)[0].square().sum(), x
+    ),
+    "func.grad": lambda f, x: torch.func.grad(f)(x),
+    "func.jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "vmap": lambda f, x: torch.autograd.grad(torch.func.vmap(f)(x.requires_grad_()[None]).sum(), x),
+    "vmap of grad": lambda f, x: torch.func.vmap(torch.func.grad(f))(x[None]),
+    "hessian": lambda f, x: torch.func.hessian(lambda x: f(x) ** 2)(x),
+    "checkpoint": lambda f, x: torch.autograd.grad(
+        torch.utils.checkpoint.checkpoint(f, x.requires_grad_(), use_reentrant=False), x
+    ),
+    "no_grad": lambda f, x: [torch.no_grad()(f)(x)],
+    "inference mode": lambda f, x: [torch.inference_mode()(f)(x)],
+}
+
+
+@pytest.mark.parametrize("module", [gs, gs.reference])
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("context", DIFFERENTIATED)
+def test_tensors_made_in_inference_mode(context, function, module):
+    """Autograd refuses to save such tensors. Each of the constants may be one, and each of the other inputs."""
+    data = random_data(35, 2, 5)
+    differentiate = DIFFERENTIATED[context]
+
+    def total(x, arguments):
+        results = call(function, arguments | {"next_values": x}, module)
+        return sum(((k + 1) * result * torch.linspace(-1, 1, 10).view(2, 5)).sum() for k, result in enumerate(results))
+
+    expected = differentiate(lambda x: total(x, data), data["next_values"].clone())
+    for name in (*TRAJECTORIES, *FUNCTIONS[function][0]):
+        if name != "next_values":
+            arguments = data | {name: made_in_inference_mode(data[name])}
+            found = differentiate(lambda x, arguments=arguments: total(x, arguments), data["next_values"].clone())
+            assert_same(found, expected)
+    everything = {name: made_in_inference_mode(value) for name, value in data.items()}
+    found = differentiate(lambda x: total(x, everything), data["next_values"].clone())
+    assert_same(found, expected)
+
+
+def test_a_copy_of_a_tensor_made_in_inference_mode_is_saved():
+    data = random_data(36, 2, 5)
+    mask, rewards = made_in_inference_mode(data["mask"]), data["rewards"].requires_grad_()
+    expected = torch.autograd.grad(call("lambda_returns", data)[0].sum(), rewards)
+    (result,) = call("lambda_returns", data | {"mask": mask})
+    with torch.inference_mode():
+        mask.zero_()  # as a rollout buffer is used again
+    assert_same(torch.autograd.grad(result.sum(), rewards), expected)
+
+
+@pytest.mark.untraced
+def test_torch_compile_refuses_to_save_a_tensor_made_in_inference_mode():
+    """torch.compile saves inputs of its graph itself, and its error says to clone them. A clone works."""
+    data = random_data(37, 2, 5)
+    mask, rewards = made_in_inference_mode(data["mask"]), data["rewards"].requires_grad_()
+
+    def total(rewards, mask):
+        return call("lambda_returns", data | {"rewards": rewards, "mask": mask})[0].sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(total, fullgraph=True, backend="aot_eager")
+    with pytest.raises(RuntimeError, match=r"Inference tensors cannot be saved for backward.*make a clone"):
+        compiled(rewards, mask)
+    expected = torch.autograd.grad(total(rewards, data["mask"]), rewards)
+    assert_same(torch.autograd.grad(compiled(rewards, mask.clone()), rewards), expected)
+    with torch.no_grad():
+        assert_same((compiled(rewards, mask),), (total(rewards, data["mask"]),))
+
+
+# ---- Remedies -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.any_version
+def test_what_an_error_of_a_shape_says_to_write_is_accepted(function, batch_first):
+    """Each argument with one dimension, of steps or of rows, and with a superfluous one."""
+    names = (*TRAJECTORIES, *FUNCTIONS[function][0])
+    found = 0
+    for rows, steps in ((3, 6), (1, 6), (3, 1), (4, 4)):
+        data = random_data(38, rows, steps, dtype=torch.float32) | {"truncated": None}
+        data = {name: value if batch_first or value is None else value.T for name, value in data.items()}
+        for name in names:
+            if data[name] is None or name in ("rewards", "discount", "lambda_"):
+                continue
+            matrix = data[name]
+            for wrong in (matrix[0].clone(), matrix[:, 0].clone(), matrix[..., None], matrix[:, :1].clone()):
+                try:
+                    call(function, data | {name: wrong}, batch_first=batch_first)
+                    continue
+                except ValueError as error:
+                    written = re.search(
+                        r"; .*?write (values=)?(.*?)(, and leave out next_values| if all .*|$)", str(error)
+                    )
+                if written is None:
+                    continue
+                label = "q_values" if function == "retrace" and name == "values" else name
+                corrected = eval(written[2], {"torch": torch, "values": data["values"], label: wrong})
+                changes = {"values": corrected, "next_values": None} if written[1] else {name: corrected}
+                call(function, data | changes, batch_first=batch_first)
+                found += 1
+    assert found > 20
 
 
 @pytest.mark.parametrize(
@@ -779,7 +1045,7 @@ def test_errors(function, changes, error, message):
 def test_muzero_targets(batch_first):
     g = torch.Generator().manual_seed(1)
     rewards, nu = torch.randn(9, 8, generator=g), torch.randn(9, 9, generator=g)
-    lengths = torch.tensor([0, 1, 2, 3, 4, 5, 8, 99, -3])
+    lengths = torch.tensor([0, 1, 2, 3, 4, 5, 8, 7, 6])
     over, players = torch.rand(9, generator=g) < 0.5, torch.randint(2, (9, 9), generator=g)
     for n in (1, 3, 10**12):
         for options in (
@@ -806,7 +1072,7 @@ def test_muzero_targets(batch_first):
             assert_same(gs.muzero_targets(**arguments), gs.reference.muzero_targets(**arguments))
     spoilt, values = rewards.clone(), nu.clone()
     for b in range(9):
-        length = int(lengths[b].clamp(0, 8))
+        length = int(lengths[b])
         spoilt[b, length:] = torch.nan
         values[b, length + 1 :] = torch.nan
     arguments = {"num_unroll_steps": 5, "td_steps": 3, "discount": 0.9, "lengths": lengths, "terminated": over}
@@ -948,6 +1214,190 @@ def test_muzero_targets_have_no_gradient(name):
 def test_errors_of_muzero_targets(changes, error, message, module):
     with pytest.raises(error, match=f"^muzero_targets: .*{message}"):
         windows(module, **changes)
+
+
+# ---- Values that muzero_targets refuses -----------------------------------------------------------------------------
+
+
+def of_window(length=3, over=False, players=(0, 1, 0, 1), **changes):
+    """`windows` with one row of three moves after a valid row."""
+    lengths, terminated = torch.tensor([3, length]), torch.tensor([True, over])
+    to_play = None if players is None else torch.tensor([[1, 0, 1, 0], players])
+    return {"lengths": lengths, "terminated": terminated, "to_play": to_play, **changes}
+
+
+@pytest.mark.parametrize("module", [gs, gs.reference])
+@pytest.mark.parametrize("length", [4, 30, -1, -3, 2**62])
+@pytest.mark.any_version
+def test_a_length_out_of_range_raises_on_a_cpu(length, module):
+    message = rf"lengths must be from 0 to 3, the number of moves in rewards, but row 1 has {length}; .*clamp\(max=3\)"
+    for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with context(), pytest.raises(ValueError, match=f"^muzero_targets: {message}"):
+            windows(module, **of_window(length, players=None))
+    arguments = of_window(length, batch_first=False, rewards=torch.ones(3, 2), root_values=torch.ones(4, 2))
+    arguments["to_play"] = arguments["to_play"].T
+    with pytest.raises(ValueError, match=f"^muzero_targets: {message}"):
+        windows(module, **arguments)
+    with pytest.raises(ValueError, match=message):
+        windows(module, lengths=torch.tensor([9, 3, 9, length])[1::2], terminated=torch.tensor([True, False]))
+
+
+@pytest.mark.untraced
+def test_lengths_out_of_range_are_clamped_where_there_are_no_values():
+    wrong, right = torch.tensor([30, -3]), torch.tensor([3, 0])
+    terminated = torch.tensor([True, False])
+    expected = windows(lengths=right, terminated=terminated)
+
+    def apply(lengths):
+        return tuple(windows(lengths=lengths, terminated=terminated))
+
+    assert_same(torch.compile(apply, fullgraph=True, backend="aot_eager")(wrong), expected)
+    mapped = torch.func.vmap(apply)(torch.stack([right, wrong]))
+    assert_same([field[1] for field in mapped], expected)
+    assert_same(make_fx(apply)(wrong)(wrong), expected)
+    module = torch.nn.Module()
+    module.forward = apply
+    assert_same(torch.export.export(module, (wrong,)).module()(wrong), expected)
+    with FakeTensorMode() as mode:
+        given = {"lengths": mode.from_tensor(wrong), "terminated": mode.from_tensor(terminated)}
+        fake = windows(rewards=torch.ones(2, 3), root_values=torch.ones(2, 4), **given)
+    assert fake.values.shape == (2, 3)
+    given |= {"rewards": mode.from_tensor(torch.ones(2, 3)), "root_values": mode.from_tensor(torch.ones(2, 4))}
+    assert windows(**given).values.shape == (2, 3)  # outside of the mode
+
+
+@pytest.mark.parametrize("module", [gs, gs.reference])
+@pytest.mark.parametrize(
+    ("changes", "seen"),
+    [
+        ({"players": (0, 1, 2, 0)}, "0, 1 and 2"),
+        ({"players": (2, -7, 0, 0)}, "-7, 0 and 2"),
+        ({"players": (0, 0, 1, 2)}, "0, 1 and 2"),  # the player of the last state is read if the game goes on
+        ({"players": (0, 1, 2, 9), "length": 2}, "0, 1 and 2"),
+        ({"players": (3, 1, 2, 9), "over": True}, "1, 2 and 3"),
+        ({"players": (0, 1, 2, 2), "num_unroll_steps": 0}, "0, 1 and 2"),
+        ({"players": (0, 1, 2, 2), "num_unroll_steps": 1, "td_steps": 1}, "0, 1 and 2"),
+        ({"players": (0, 1, 2, 2), "td_steps": 10**18}, "0, 1 and 2"),
+    ],
+)
+@pytest.mark.any_version
+def test_a_third_player_raises_on_a_cpu(changes, seen, module):
+    message = (
+        f"^muzero_targets: to_play must have at most two players in a row, but row 1 has {seen}: .*without to_play"
+    )
+    arguments = of_window(**changes)
+    for dtype in (torch.int64, torch.int8):
+        with pytest.raises(ValueError, match=message):
+            windows(module, **arguments | {"to_play": arguments["to_play"].to(dtype)})
+    by_step = {name: arguments[name].T for name in ("to_play",)} | {"batch_first": False}
+    by_step |= {"rewards": torch.ones(3, 2), "root_values": torch.ones(4, 2)}
+    with torch.inference_mode(), pytest.raises(ValueError, match=message):
+        windows(module, **arguments | by_step)
+
+
+@pytest.mark.parametrize("module", [gs, gs.reference])
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"players": (5, 5, 5, 5)},
+        {"players": (1, 2, 1, 2)},  # the other row has players 0 and 1
+        {"players": (0, 1, 0, -1), "over": True},  # nobody moves where the game has ended
+        {"players": (0, 1, -1, 7), "length": 2, "over": True},
+        {"players": (0, 1, 1, 7), "length": 2},
+        {"players": (-1, 3, 4, 5), "length": 0, "over": True},
+        {"players": (0, 1, 2, 3), "num_unroll_steps": 0, "td_steps": 1},
+        {"players": (0, 1, 1, 2), "num_unroll_steps": 1, "td_steps": 1},
+    ],
+)
+@pytest.mark.any_version
+def test_entries_of_to_play_that_no_target_reads(changes, check, module):
+    """They may hold anything: the targets are those of equal players there, as the definition reads them."""
+    arguments = of_window(**changes)
+    results = windows(module, **arguments, check=check)
+    steps, n = arguments.get("num_unroll_steps", 2), arguments.get("td_steps", 2)
+    r, nu = torch.arange(6.0).view(2, 3).double().numpy(), torch.arange(8.0).view(2, 4).double().numpy()
+    given = (arguments["lengths"], arguments["terminated"], arguments["to_play"])
+    rows = [
+        muzero_row(r[b], nu[b], int(given[0][b]), bool(given[1][b]), steps, n, 0.9, given[2][b].numpy()) for b in (0, 1)
+    ]
+    for result, field in zip(results, zip(*rows, strict=True), strict=True):
+        torch.testing.assert_close(result, torch.from_numpy(np.stack(field)).to(result.dtype))
+
+
+@pytest.mark.parametrize("module", [gs, gs.reference])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"discount": torch.tensor(1.5)}, "discount must be from -1 to 1, but it is 1.5"),
+        ({"discount": torch.tensor([[0.9], [torch.nan]])}, "discount must be from -1 to 1, but row 1 has nan"),
+        (
+            {"rewards": torch.tensor([[0, 1, 2], [0, torch.nan, 0]])},
+            "the value target of row 1 at step 0 is NaN, because rewards has NaN at index 1 of the row; find",
+        ),
+        (
+            {"root_values": torch.tensor([[0, 1, 2, 3], [0, 0, torch.nan, 0]])},
+            "the value target of row 1 at step 0 is NaN, because root_values has NaN at index 2 of the row; find",
+        ),
+        (
+            {"rewards": torch.tensor([[0, 1, torch.nan], [0, 0, 0]]), "td_steps": 1, "num_unroll_steps": 2},
+            "the value target of row 0 at step 2 is NaN, because rewards has NaN at index 2",
+        ),
+        (
+            {"rewards": torch.tensor([[torch.inf, 0, 0]] * 2), "root_values": torch.full((2, 4), -torch.inf)},
+            "the value target of row 0 at step 0 is NaN, because infinite rewards and root_values",
+        ),
+        ({"root_reward": torch.tensor([0, torch.nan])}, "the reward target of row 1 at step 0 .* root_reward has NaN"),
+    ],
+)
+@pytest.mark.any_version
+def test_check_finds_values_that_cannot_be_intended(changes, message, module):
+    windows(module, **changes)  # without check, the results are NaN, or meaningless
+    with pytest.raises(ValueError, match=f"^muzero_targets: {message}"):
+        windows(module, **changes, check=True)
+
+
+@pytest.mark.parametrize("module", [gs, gs.reference])
+@pytest.mark.any_version
+def test_check_accepts_nan_that_no_target_reads(module):
+    nan = torch.nan
+    arguments = {
+        "rewards": torch.tensor([[1, 2, nan], [1, nan, nan]]),
+        "root_values": torch.tensor([[nan, nan, 3, nan], [nan, nan, nan, nan]]),
+        "lengths": torch.tensor([2, 1]),
+        "terminated": torch.tensor([False, True]),
+    }
+    expected = windows(module, **{k: v.nan_to_num() if v.is_floating_point() else v for k, v in arguments.items()})
+    assert_same(windows(module, **arguments, check=True), expected)
+    behind_zero = windows(module, root_values=torch.full((2, 4), nan), num_unroll_steps=1, discount=0.0, check=True)
+    assert_same((behind_zero.values,), (torch.arange(6.0).view(2, 3)[:, :2],))
+
+
+@pytest.mark.parametrize("module", [gs, gs.reference])
+@pytest.mark.untraced
+def test_check_needs_values(module):
+    rewards = torch.arange(6.0).view(2, 3)
+
+    def apply(rewards):
+        return tuple(windows(module, rewards=rewards, check=True))
+
+    assert_same(apply(rewards), windows(module))
+    contexts = {
+        "compile": lambda: torch.compile(apply, backend="aot_eager")(rewards),
+        "compile, fullgraph": lambda: torch.compile(apply, fullgraph=True, backend="aot_eager")(rewards),
+        "vmap": lambda: torch.func.vmap(apply)(rewards[None]),
+        "make_fx": lambda: make_fx(apply)(rewards),
+        "meta": lambda: windows(
+            module, rewards=rewards.to("meta"), root_values=torch.ones(2, 4).to("meta"), check=True
+        ),
+    }
+    for run in contexts.values():
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="muzero_targets: check=True reads values, which do not exist while"):
+            run()
+    for wrong in (1, None, torch.tensor(True)):
+        with pytest.raises(TypeError, match="muzero_targets: check must be True or False"):
+            windows(module, check=wrong)
 
 
 @pytest.fixture

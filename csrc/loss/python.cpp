@@ -1,5 +1,6 @@
 #include "python.h"
 
+#include "../torch/python_numbers.h"
 #include "../torch/tensor_element.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -72,21 +73,8 @@ bool read_all_entries(const Plan& plan, py::handle predictions, py::handle targe
 
 // ---- Options --------------------------------------------------------------------------------------------------------
 
-// True if a call of Python's C API failed. Clears the error: the checks in Python raise one that names the argument.
-bool failed() {
-  const bool raised = PyErr_Occurred() != nullptr;
-  PyErr_Clear();
-  return raised;
-}
-
 bool is_text(py::handle given, const char* text) {
   return PyUnicode_Check(given.ptr()) && PyUnicode_CompareWithASCIIString(given.ptr(), text) == 0;
-}
-
-// True for a number of Python or NumPy. False for an array, although it may be convertible to a number.
-bool is_real(py::handle given) {
-  return PyFloat_Check(given.ptr()) || PyLong_CheckExact(given.ptr()) ||
-         (!PyBool_Check(given.ptr()) && py::isinstance(given, py::module_::import("numbers").attr("Real")));
 }
 
 bool read_weights(py::handle given, at::Tensor& weights) {
@@ -103,11 +91,9 @@ bool read_head_weight(py::handle given, HeadWeight& weight) {
     weight.wants_gradient = at::GradMode::is_enabled() && weight.tensor.requires_grad();
     return is_read;
   }
-  if (!is_real(given)) {
-    return false;
-  }
-  weight.number = PyFloat_AsDouble(given.ptr());
-  return !failed() && weight.number >= 0 && std::isfinite(weight.number);
+  const std::optional<double> number = real_number(given);
+  weight.number = number.value_or(0);
+  return number && *number >= 0 && std::isfinite(*number);
 }
 
 bool read_step_numbers(py::handle given, int64_t steps, StepNumbers& numbers) {

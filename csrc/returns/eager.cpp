@@ -1,5 +1,6 @@
 #include "returns.h"
 
+#include "../torch/python_numbers.h"
 #include "../torch/tensor_element.h"
 
 #include <ATen/core/grad_mode.h>
@@ -17,6 +18,7 @@ namespace {
 namespace py = pybind11;
 
 // The results of a call; none if an argument is unusual or wrong. Python then checks the call, and says what is wrong.
+// Values are only looked at on a CPU.
 using Results = std::optional<std::vector<at::Tensor>>;
 
 bool is_bool(at::ScalarType dtype) {
@@ -31,6 +33,11 @@ bool is_integral(at::ScalarType dtype) {
   return c10::isIntegralType(dtype, /*includeBool=*/true);
 }
 
+// True for a tensor that can be read as an ordinary one, after `resolve_neg` if PyTorch negates it lazily.
+bool is_readable(const at::Tensor& tensor) {
+  return has_only_keys(tensor, c10::DispatchKeySet(c10::DispatchKey::Negative));
+}
+
 // Reads the arguments of a call. `usual` becomes false if Python has to handle the call; then no tensors are read.
 class Reader {
  public:
@@ -42,7 +49,7 @@ class Reader {
             THPVariable_Check(rewards.ptr());
     if (usual) {
       const at::Tensor& tensor = THPVariable_Unpack(rewards.ptr());
-      usual = tensor.dim() == 2 && ordinary_tensor(tensor) && has_element(tensor);
+      usual = is_readable(tensor) && tensor.dim() == 2;
       if (usual) {
         device = tensor.device();
         rows = tensor.size(is_batch_first ? 0 : 1);
@@ -59,7 +66,15 @@ class Reader {
     return tensor;
   }
 
+  // Values that the function does not read: of the states, or of all observations.
+  at::Tensor unread_values(py::handle given) {
+    const at::Tensor tensor = ordinary(given);
+    require(!tensor.defined() || (has_element(tensor) && (has_shape(tensor, 0) || has_shape(tensor, 1))));
+    return tensor;
+  }
+
   at::Tensor constant(at::Tensor tensor) {
+    require(!has_tangent(tensor));
     require(!tensor.defined() || !at::GradMode::is_enabled() || !tensor.requires_grad());
     return tensor;
   }
@@ -67,13 +82,11 @@ class Reader {
   // Stores a number from `low` to 1 in `number`, or returns a tensor.
   at::Tensor coefficient(py::handle given, double low, double& number, bool per_step = true) {
     number = 1;
-    if (PyFloat_Check(given.ptr()) || (PyLong_Check(given.ptr()) && !PyBool_Check(given.ptr()))) {
-      number = PyFloat_Check(given.ptr()) ? PyFloat_AS_DOUBLE(given.ptr()) : PyLong_AsDouble(given.ptr());
-      require(PyErr_Occurred() == nullptr && low <= number && number <= 1);
-      PyErr_Clear();
+    if (PyFloat_Check(given.ptr()) || !THPVariable_Check(given.ptr())) { // the second takes longer, except for tensors
+      number = real(given);
+      require(low <= number && number <= 1);
       return {};
     }
-    require(!given.is_none());
     const at::Tensor tensor = constant(ordinary(given, /*may_be_cpu_scalar=*/true));
     if (tensor.defined()) {
       const int64_t num_steps = per_step ? steps : 1;
@@ -90,18 +103,18 @@ class Reader {
     if (given.is_none()) {
       return std::numeric_limits<double>::infinity();
     }
-    require(PyFloat_Check(given.ptr()) && PyFloat_AS_DOUBLE(given.ptr()) >= 0);
-    return usual ? PyFloat_AS_DOUBLE(given.ptr()) : 0;
+    const double number = real(given);
+    require(number >= 0);
+    return number;
   }
 
   int64_t integer(py::handle given, int64_t least, int64_t if_none) {
     if (given.is_none()) {
       return if_none;
     }
-    int overflow = 0;
-    const int64_t value = PyLong_CheckExact(given.ptr()) ? PyLong_AsLongLongAndOverflow(given.ptr(), &overflow) : -1;
-    require(value >= least && overflow == 0);
-    return value;
+    const int64_t number = integer_number(given).value_or(-1);
+    require(number >= least);
+    return number;
   }
 
   void require(bool condition) {
@@ -112,6 +125,13 @@ class Reader {
   bool is_batch_first;
 
  private:
+  double real(py::handle given) {
+    const std::optional<double> number = real_number(given);
+    require(number.has_value());
+    return number.value_or(0);
+  }
+
+  // A tensor that PyTorch negates lazily is negated here.
   at::Tensor ordinary(py::handle given, bool may_be_cpu_scalar = false) {
     if (!usual || given.is_none()) {
       return {};
@@ -120,8 +140,10 @@ class Reader {
       usual = false;
       return {};
     }
-    const at::Tensor& tensor = THPVariable_Unpack(given.ptr());
-    require(ordinary_tensor(tensor));
+    const at::Tensor& lazy = THPVariable_Unpack(given.ptr());
+    require(is_readable(lazy));
+    const at::Tensor tensor = usual && lazy.is_neg() ? lazy.resolve_neg() : lazy;
+    require(!has_tangent(tensor) || has_only_keys(tensor._fw_grad(/*level=*/0), {}));
     require(tensor.device() == device || (may_be_cpu_scalar && tensor.dim() == 0 && tensor.is_cpu()));
     return tensor;
   }
@@ -159,12 +181,13 @@ Results returns_in_eager_mode(
   call.formula = formula;
   call.observations = next_values.is_none();
   const bool reads_values = call.observations || (function != Formula::lambda_returns && function != Formula::n_step);
-  read.require(!(reads_values && values.is_none()) && (reads_values || values.is_none()));
+  read.require(!(reads_values && values.is_none()));
   read.require(!(call.observations && (!truncated.is_none() || function == Formula::retrace)));
   call.inputs = {
       read.tensor(rewards, has_element),
-      read.tensor(values, has_element, call.observations ? 1 : 0),
+      reads_values ? read.tensor(values, has_element, call.observations ? 1 : 0) : at::Tensor(),
       read.tensor(next_values, has_element)};
+  const at::Tensor unread = reads_values ? at::Tensor() : read.unread_values(values);
   call.batch_first = read.is_batch_first;
   call.ratios = read.constant(read.tensor(ratios, has_element));
   read.require(call.ratios.defined() == (function == Formula::vtrace || function == Formula::retrace));
@@ -183,6 +206,9 @@ Results returns_in_eager_mode(
   }
   call.n = num_steps;
   const py::gil_scoped_release no_gil;
+  if (unread.defined() && unread.scalar_type() == at::kDouble) {
+    call.inputs[0] = call.inputs[0].to(at::kDouble); // the dtype of the results depends on the dtype of values
+  }
   return returns(call, /*is_plain=*/true);
 }
 
@@ -227,7 +253,9 @@ Results muzero_targets_in_eager_mode(
   }
   const py::gil_scoped_release no_gil;
   const at::NoGradGuard no_grad;
-  return muzero_targets(windows);
+  windows.is_checked = windows.rewards.is_cpu();
+  const std::vector<at::Tensor> results = muzero_targets(windows);
+  return results.empty() ? Results() : results;
 }
 
 } // namespace

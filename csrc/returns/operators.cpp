@@ -3,6 +3,7 @@
 // One operator computes both: with is_adjoint, its inputs are the gradients of the results.
 #include "../torch/arguments.h"
 #include "../torch/autograd.h"
+#include "../torch/tensor_element.h"
 #include "returns.h"
 
 #include <ATen/LegacyVmapTransforms.h>
@@ -104,11 +105,6 @@ class LinearBackward : public SavingNode {
   LinearCall call_{};
   std::array<std::optional<at::ScalarType>, 3> dtypes_;
 };
-
-// True if the tensor has a forward-mode tangent.
-bool has_tangent(const at::Tensor& tensor) {
-  return tensor.defined() && tensor._fw_grad(/*level=*/0).defined();
-}
 
 void check_constant(const char* function, const char* name, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(

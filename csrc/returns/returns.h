@@ -94,6 +94,7 @@ struct MuZeroWindows {
   c10::SymInt td_steps;
   c10::SymInt prefix_horizon; // 0: none
   bool batch_first;
+  bool is_checked; // not an argument of the operator; on a CPU: look for rows that are invalid
 
   // Visits the arguments of the operator.
   template <class Self, class Visit>
@@ -113,7 +114,7 @@ struct MuZeroWindows {
   }
 };
 
-// (values, rewards, mask, policy_mask)
+// (values, rewards, mask, policy_mask); empty if a row of a checked call is invalid.
 std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows);
 
 // Defines the functions that Python calls in eager mode.

@@ -191,6 +191,30 @@ void launch_returns(ReturnsCall call, bool across, const OnDevice& device) {
   device.launch("returns/recurrences.cuh", name, blocks_for(call.rows, across ? kWarpSize : kWarps), kThreads, call);
 }
 
+// True if the length of a row is from 0 to L, and its targets read at most two players.
+bool is_valid(const MuZeroCall& call, int64_t row) {
+  const int64_t length = call.lengths == nullptr ? call.moves : call.lengths[row * call.lengths_stride];
+  if (length < 0 || length > call.moves) {
+    return false;
+  }
+  if (call.to_play == nullptr) {
+    return true;
+  }
+  const int64_t* players = call.to_play + row * call.to_play_strides[kRow];
+  const int64_t stride = call.to_play_strides[kStep];
+  const int64_t end = element_at<uint8_t>(call.terminated, row, 0) != 0 ? length - 1 : length;
+  const int64_t last = std::min(end, call.unroll_steps + call.td_steps);
+  int64_t i = 1;
+  while (i <= last && players[i * stride] == players[0]) {
+    ++i;
+  }
+  bool has_third = false;
+  for (int64_t second = i; i <= last; ++i) {
+    has_third |= players[i * stride] != players[0] && players[i * stride] != players[second * stride];
+  }
+  return !has_third;
+}
+
 void launch_muzero(const MuZeroCall& call, const OnDevice& device) {
   const int64_t threads = call.rows * (call.unroll_steps + 1);
   const std::string name = instance("muzero_rows", {type_name(call.element)});
@@ -353,6 +377,20 @@ std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows) {
     call.to_play = to_play.const_data_ptr<int64_t>();
     call.to_play_strides[kRow] = to_play.stride(1 - step);
     call.to_play_strides[kStep] = to_play.stride(step);
+  }
+  if (windows.is_checked && (call.lengths != nullptr || call.to_play != nullptr)) {
+    std::atomic<bool> is_wrong{false};
+    const int64_t grain = std::max<int64_t>(1, kGrain / (call.unroll_steps + call.td_steps + 1));
+    at::parallel_for(0, call.rows, grain, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        if (!is_valid(call, row)) {
+          is_wrong = true;
+        }
+      }
+    });
+    if (is_wrong) {
+      return {};
+    }
   }
   const at::TensorOptions options = windows.rewards.options();
   const auto make = [&](int64_t steps, at::ScalarType type) {

@@ -39,8 +39,10 @@ struct BackwardNode : public torch::autograd::Node {
 // see them.
 class SavingNode : public BackwardNode {
  public:
+  // Saves a copy of a tensor that was made in inference mode, because autograd refuses to save the tensor itself.
   void save(const at::Tensor& tensor) {
-    saved_.emplace_back(tensor, /*is_output=*/false);
+    const bool is_copied = tensor.defined() && tensor.is_inference();
+    saved_.emplace_back(is_copied ? tensor.clone() : tensor, /*is_output=*/false);
   }
 
   void release_variables() override {

@@ -86,9 +86,14 @@ inline bool has_only_keys(const at::Tensor& tensor, c10::DispatchKeySet others) 
          (only(tensor.key_set(), cuda_keys | others) && runs_kernels(tensor.device()));
 }
 
+// True if the tensor has a forward-mode tangent.
+inline bool has_tangent(const at::Tensor& tensor) {
+  return tensor.defined() && tensor._fw_grad(/*level=*/0).defined();
+}
+
 // True for a strided tensor of PyTorch's own class, without a forward-mode tangent, on a device with kernels.
 inline bool ordinary_tensor(const at::Tensor& tensor) {
-  return has_only_keys(tensor, {}) && !tensor._fw_grad(/*level=*/0).defined();
+  return has_only_keys(tensor, {}) && !has_tangent(tensor);
 }
 
 // True for a floating or complex tensor of PyTorch's own class that belongs to no graph. It may be sparse, conjugated

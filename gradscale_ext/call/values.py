@@ -18,11 +18,7 @@ def check_values(
     heads: Mapping[str, Head], predictions: Mapping[str, Entries], targets: Mapping[str, Entries], options: Options
 ) -> None:
     """Raise ValueError for the first value that cannot be intended."""
-    if not _context.is_eager() or _context.is_transformed():
-        raise NotImplementedError(
-            "multi_step_loss: check=True reads values, which do not exist while torch.compile, torch.export or a "
-            "torch.func transform traces; call the loss once outside of it with check=True, and inside without"
-        )
+    _context.require_values("multi_step_loss", "the loss")
     call = validate(heads, predictions, targets, options)
     with torch.no_grad():
         for name, head in heads.items():

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from .. import _context, _distributed, _numbers, _remedies
 from ..call.options import Entries, maybe_transposed
+
+_STEPS = ("first", "mean", "max", "all")
 
 
 def priorities(
@@ -20,34 +21,51 @@ def priorities(
     alpha: float = 1.0,
     eps: float = 1e-6,
     batch_first: bool = True,
+    mask: torch.Tensor | None = None,
+    check: bool = False,
 ) -> torch.Tensor:
     """``p_b = (|nu_b - z_b| + eps)^alpha``, the priorities of prioritised replay.
 
     Args:
         expected: decoded predictions nu, `[B, T]` (``out.expected["value"]``) or a list of T tensors `[B]`.
         targets: their targets z, of the same form.
-        steps: the error that the priority is computed from: ``|nu - z|`` of the "first" step (the root), its "mean" or
-            "max" over the steps, or "all": one priority for each step.
+        steps: the error that the priority is computed from: ``|nu - z|`` of the "first" unmasked step (the root, if
+            nothing is masked), its "mean" or "max" over the unmasked steps, or "all": one priority for each step.
         alpha: exponent, at least 0; 0 gives uniform priorities.
         eps: added to every error, so that no priority is 0; at least 0.
         batch_first: False: tensors with both dimensions are `[T, B]`, as in `multi_step_loss`.
+        mask: `[B, T]` bool, False where there is no target, as in `multi_step_loss`. Masked entries do not count, also
+            if they are NaN; their priority with "all", and that of a sample without an unmasked entry, is eps^alpha.
+        check: raise ValueError if an unmasked entry is NaN, or if its error is. It waits for the device, and raises an
+            error under torch.compile, torch.export and torch.func transforms, where there are no values to read.
 
     Returns:
-        `[B]`, or for ``steps="all"`` `[B, T]` (`[T, B]` without `batch_first`). It has no gradient.
+        `[B]`, or for ``steps="all"`` `[B, T]` (`[T, B]` without `batch_first`). It has no gradient. Without `check`,
+        the priority of an error that is NaN is NaN, and 1 if `alpha` is 0; a replay buffer must not store NaN, because
+        sums over priorities become NaN.
 
     Raises:
-        ValueError: shapes differ, or an argument is out of range.
+        ValueError: shapes or devices differ, an argument is out of range, or with `check`, an entry is NaN.
         TypeError: an argument is of the wrong type.
+        NotImplementedError: ``check=True`` where there are no values.
 
     From Schaul et al. 2016; nu and z as in MuZero, appendix G.
 
-    >>> priorities(torch.tensor([[1.0, 5.0]]), torch.tensor([[3.0, 5.0]]), eps=0.0)
+    >>> expected, targets = torch.tensor([[1.0, 5.0]]), torch.tensor([[3.0, 5.0]])
+    >>> priorities(expected, targets, eps=0.0)
+    tensor([2.])
+    >>> priorities(expected, targets, steps="mean", eps=0.0, mask=torch.tensor([[True, False]]))
     tensor([2.])
     """
     _numbers.check_flag("priorities: batch_first", batch_first)
-    if _distributed.mesh_of(expected, targets) is not None:
-        function = functools.partial(priorities, steps=steps, alpha=alpha, eps=eps, batch_first=batch_first)
-        return _distributed.by_whole(function, expected, targets)  # type: ignore[no-any-return]
+    _numbers.check_flag("priorities: check", check)
+    if _distributed.mesh_of(expected, targets, mask) is not None:
+        options: dict[str, Any] = {"steps": steps, "alpha": alpha, "eps": eps, "batch_first": batch_first}
+
+        def of_whole(expected: Entries, targets: Entries, mask: torch.Tensor | None) -> torch.Tensor:
+            return priorities(expected, targets, mask=mask, check=check, **options)
+
+        return _distributed.by_whole(of_whole, expected, targets, mask)  # type: ignore[no-any-return]
     nu, z = _stacked("expected", expected, batch_first), _stacked("targets", targets, batch_first)
     if nu.dim() != 2 or nu.shape != z.shape or nu.shape[1 if batch_first else 0] == 0:
         raise ValueError(
@@ -57,20 +75,70 @@ def priorities(
     alpha, eps = _numbers.real("priorities: alpha", alpha), _numbers.real("priorities: eps", eps)
     if not (0 <= alpha < math.inf and 0 <= eps < math.inf):
         raise ValueError(f"priorities: alpha and eps must be finite and at least 0, but they are {alpha} and {eps}")
-    error = maybe_transposed(nu - z, batch_first).abs()
-    if steps == "first":
-        error = error[:, 0]
-    elif steps == "mean":
-        error = error.mean(1)
-    elif steps == "max":
-        error = error.amax(1)
-    elif steps == "all":
-        error = maybe_transposed(error, batch_first)
-    else:
+    if steps not in _STEPS:
         raise ValueError(f"priorities: steps must be 'first', 'mean', 'max' or 'all', but it is {steps!r}")
+    if mask is not None:
+        _check_mask(mask, nu)
+    if check:
+        _context.require_values("priorities", "priorities", nu, z, mask)
+        _check_values(nu, z, mask, batch_first)
+    error = (nu - z).abs()
+    if mask is not None:
+        error = torch.where(mask, error, 0)
+        mask = maybe_transposed(mask, batch_first)
+    if steps != "all":
+        error = _reduced(steps, maybe_transposed(error, batch_first), mask)
     if not _context.is_eager():
         return torch.pow(error + eps, _context.as_tensor(alpha, error.device, error.dtype))
     return (error + eps) ** alpha
+
+
+def _reduced(steps: str, error: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Reduce errors `[B, T]`, which are 0 where masked, to `[B]`."""
+    if steps == "max":
+        return error.amax(1)
+    if mask is None:
+        return error[:, 0] if steps == "first" else error.mean(1)
+    count = mask.cumsum(1)
+    if steps == "first":
+        return torch.where(mask & (count == 1), error, 0).sum(1)
+    return error.sum(1) / count[:, -1].clamp(min=1)
+
+
+def _check_mask(mask: Any, nu: torch.Tensor) -> None:
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(
+            f"priorities: mask must be a bool tensor, but it is of type {type(mask).__name__}"
+            f"{_remedies.remedy_for_type(mask, 'mask')}"
+        )
+    if fault := _remedies.remedy_for_kind(mask):
+        raise TypeError(f"priorities: mask {fault}")
+    if mask.dtype != torch.bool:
+        raise TypeError(f"priorities: mask must be a bool tensor, but its dtype is {mask.dtype}; write mask.bool()")
+    if mask.device != nu.device:
+        raise ValueError(
+            f"priorities: mask must be on the device of expected, {nu.device}, but it is on {mask.device}; write "
+            f"mask.to('{nu.device}')"
+        )
+    if mask.shape != nu.shape:
+        is_turned = mask.shape == nu.shape[::-1]
+        raise ValueError(
+            f"priorities: mask must have the shape of expected, {tuple(nu.shape)}, but it has {tuple(mask.shape)}"
+            + ("; write mask.T" if is_turned else _remedies.remedy_for_shape("mask", mask.shape, [nu.shape]))
+        )
+
+
+def _check_values(nu: torch.Tensor, z: torch.Tensor, mask: torch.Tensor | None, batch_first: bool) -> None:
+    """Refuse unmasked entries that are NaN, or whose difference is."""
+    wrong = (nu - z).isnan() if mask is None else (nu - z).isnan() & mask
+    found = maybe_transposed(wrong, batch_first).nonzero()
+    if len(found):
+        sample, step = found[0].tolist()
+        at = (sample, step) if batch_first else (step, sample)
+        named = "expected" if nu[at].isnan() else "targets" if z[at].isnan() else "the difference of infinite entries"
+        raise ValueError(
+            f"priorities: {named} is NaN at sample {sample}, step {step}; find where it comes from, or mask it"
+        )
 
 
 def _stacked(argument: str, entries: Entries, batch_first: bool) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .. import _context
 from .._trajectories import (
     Discount,
     GeneralizedAdvantages,
@@ -22,6 +23,7 @@ from .._trajectories import (
     check_window,
     result_dtype,
 )
+from .._window_values import check_targets, check_values
 
 Tensor = torch.Tensor
 
@@ -79,6 +81,7 @@ class _Steps:
         self.zero = torch.zeros(self.shape[:1], dtype=self.dtype, device=self.device)
 
     def _rows(self, tensor: Tensor) -> Tensor:
+        tensor = _context.saveable(tensor)
         return tensor if self.batch_first else tensor.T
 
     def _coefficients(self, value: Discount) -> Tensor:
@@ -302,6 +305,7 @@ def muzero_targets(
     prefix_horizon: int | None = None,
     root_reward: Tensor | None = None,
     batch_first: bool = True,
+    check: bool = False,
 ) -> MuZeroTargets:
     """``z_j = sum_{i<m} discount^i s_{j,j+i} r_{j+i} + discount^m s_{j,j+m} nu_{j+m}``, m <= td_steps."""
     call = check_window(
@@ -317,7 +321,9 @@ def muzero_targets(
         prefix_horizon,
         root_reward,
         batch_first,
+        check,
     )
+    check_values(call)
     dtype = result_dtype(*call)
 
     def rows(tensor: Tensor) -> Tensor:
@@ -357,5 +363,7 @@ def muzero_targets(
     if call.root_reward is not None:
         targets.insert(0, call.root_reward.detach().to(dtype))
     stacked = torch.stack(targets, 1) if targets else r.new_zeros(size, 0)
-    results = (torch.stack(values, 1), stacked, (steps <= length[:, None]) | is_over[:, None], is_move)
-    return MuZeroTargets(*results) if batch_first else MuZeroTargets(*[result.T.contiguous() for result in results])
+    results = [torch.stack(values, 1), stacked, (steps <= length[:, None]) | is_over[:, None], is_move]
+    targets_and_masks = MuZeroTargets(*(results if batch_first else [result.T.contiguous() for result in results]))
+    check_targets(call, targets_and_masks)
+    return targets_and_masks

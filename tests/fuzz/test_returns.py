@@ -1,6 +1,6 @@
 """Returns: every size, dtype, layout, form of the coefficients, NaN and inf, against the reference.
 
-tests/test_returns.py compares the reference with definitions.
+tests/test_returns.py compares the reference with definitions. The targets of MuZero are compared with their definition.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import strategies as st
 from test_returns import FLAGS, FUNCTIONS, call, inputs_of
-from trajectories import random_data
+from trajectories import muzero_row, random_data
 
 import gradscale_ext as gs
 
 from .budget import fuzz
-from .strategies import SEEDS, Described, Watched, laid_out, product
+from .strategies import SEEDS, Described, Watched, laid_out, precise, product
+from .strategies import random as random_of
 
 Tensor = torch.Tensor
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -179,6 +182,131 @@ def test_returns(case: Case) -> None:
         assert found.dtype == data[name].dtype
         assert_near(found.detach(), expected.detach(), max(tolerance, torch.finfo(found.dtype).eps))
     watched.check(case.function)
+
+
+@dataclass(frozen=True)
+class WindowCase(Described):
+    rows: int = 3
+    moves: int = 6
+    unroll_steps: int = 4
+    td_steps: int = 3
+    batch_first: bool = True
+    has_lengths: bool = True
+    player_dtype: torch.dtype | None = None
+    wrong: str = "nothing"
+    """What is wrong in the last row: "nothing", its "length", or a third "player" at the last entry that is read."""
+    discount: str = "number"
+    horizon: int = 0
+    """0: rewards are not summed."""
+    has_root_reward: bool = False
+    dtypes: tuple[torch.dtype, ...] = (F32,)
+    layout: str = "contiguous"
+    check: bool = False
+    seed: int = 0
+
+    def rows_of_arguments(self) -> dict[str, np.ndarray]:
+        """Tensor arguments, `[B, ...]`. Entries that no target reads are NaN, or players of -1."""
+        g = random_of("windows", self.seed)
+        lengths = g.integers(0, self.moves + 1, self.rows) if self.has_lengths else np.full(self.rows, self.moves)
+        over = g.random(self.rows) < 0.5
+        index, last = np.arange(self.moves + 1), (lengths - over)[:, None]
+        rewards = np.where(index[:-1] < lengths[:, None], g.standard_normal((self.rows, self.moves)), np.nan)
+        root_values = np.where(index <= last, g.standard_normal((self.rows, self.moves + 1)), np.nan)
+        arrays = {"rewards": rewards, "root_values": root_values, "terminated": over}
+        if self.player_dtype is not None and not self.horizon:
+            behind = 0 if self.player_dtype == torch.bool else -1
+            players = np.where(index <= last, g.integers(0, 2, root_values.shape), behind)
+            end = min(last[-1, 0], self.unroll_steps + self.td_steps)
+            if self.wrong == "player" and self.player_dtype != torch.bool and end > 1:
+                players[-1, [0, 1, end]] = [0, 1, 2]
+            arrays["to_play"] = players
+        if self.has_lengths:
+            lengths[-1] = (self.moves + 1, -1, 2**60)[self.seed % 3] if self.wrong == "length" else lengths[-1]
+            arrays["lengths"] = lengths
+        if self.has_root_reward:
+            arrays["root_reward"] = g.standard_normal(self.rows)
+        if self.discount == "rows":
+            arrays["discount"] = g.uniform(-1, 1, (self.rows, 1))
+        return arrays
+
+    def tensors(self) -> dict[str, Any]:
+        """The arguments of a call, except numbers of steps."""
+        given: dict[str, Any] = {"discount": {"0": 0, "0-dim": torch.tensor(0.75)}.get(self.discount, 0.75)}
+        for index, (name, array) in enumerate(self.rows_of_arguments().items()):
+            dtype = self.player_dtype if name == "to_play" else self.dtypes[index % len(self.dtypes)]
+            tensor = torch.from_numpy(array)
+            tensor = tensor.to(dtype) if name == "to_play" or tensor.is_floating_point() else tensor
+            layout = "contiguous" if tensor.dtype == torch.bool and self.layout == "negative" else self.layout
+            given[name] = laid_out(tensor if self.batch_first or tensor.dim() == 1 else tensor.T, layout)
+        return given
+
+    def is_wrong(self, given: dict[str, Any]) -> bool:
+        return (self.wrong == "length" and self.has_lengths) or (
+            "to_play" in given and bool((given["to_play"] == 2).any())
+        )
+
+    def by_definition(self, given: dict[str, Any]) -> list[Tensor]:
+        exact = {name: precise(x) if isinstance(x, Tensor) else np.array(x) for name, x in given.items()}
+        exact = {name: x if self.batch_first or x.ndim < 2 else x.T for name, x in exact.items()}
+        rows = []
+        for b in range(self.rows):
+            row = {name: x[b] if x.ndim else x for name, x in exact.items()}
+            length, gamma = int(row.get("lengths", self.moves)), float(row["discount"].item())
+            n = min(self.td_steps, self.moves + 1)
+            own = (row.get("to_play"), self.horizon, row.get("root_reward"))
+            over = bool(row["terminated"])
+            rows.append(muzero_row(row["rewards"], row["root_values"], length, over, self.unroll_steps, n, gamma, *own))
+        return [torch.from_numpy(np.stack(field)) for field in zip(*rows, strict=True)]
+
+
+_windows = product(
+    dict,
+    rows=(3, 1, 17),
+    moves=(6, 1, 11, 0),
+    unroll_steps=(4, 0, 1, 12),
+    td_steps=(3, 1, 7, 10**12),
+    batch_first=(True, False),
+    has_lengths=(True, True, False),
+    player_dtype=(None, torch.int64, torch.int8, torch.bool),
+    wrong=("nothing", "nothing", "length", "player"),
+    discount=("number", "0-dim", "rows", "0"),
+    horizon=(0, 0, 3),
+    has_root_reward=(False, True),
+)
+_window_details = product(
+    dict,
+    dtypes=((F32,), (F64,), (BF16, F16), (F32, F64)),
+    layout=("contiguous", "transposed", "columns", "rows", "negative", "offset"),
+    check=(False, True),
+    seed=SEEDS,
+)
+
+
+@st.composite
+def window_cases(draw: st.DrawFn) -> WindowCase:
+    return WindowCase(**draw(_windows), **draw(_window_details))
+
+
+@fuzz(window_cases(), examples=120)
+def test_muzero_targets(case: WindowCase) -> None:
+    given = case.tensors()
+    steps: dict[str, Any] = {"num_unroll_steps": case.unroll_steps, "td_steps": case.td_steps}
+    steps |= {"reward": "value_prefix", "prefix_horizon": case.horizon} if case.horizon else {}
+    watched = Watched(*given.values())
+    is_double = any(_is_floating(value) and value.dtype == F64 for value in given.values())
+    for module in (gs, gs.reference):
+        options = {**given, **steps, "batch_first": case.batch_first, "check": case.check}
+        if case.is_wrong(given):
+            with pytest.raises(ValueError, match=r"^muzero_targets: (lengths|to_play) must "):
+                module.muzero_targets(**options)
+            continue
+        results = module.muzero_targets(**options)
+        for found, expected in zip(results, case.by_definition(given), strict=True):
+            assert found.dtype == (torch.bool if expected.dtype == torch.bool else F64 if is_double else F32)
+            assert_near(
+                (found if case.batch_first else found.T).double(), expected.double(), 1e-12 if is_double else 1e-5
+            )
+    watched.check("muzero_targets")
 
 
 def _is_floating(value: object) -> bool:

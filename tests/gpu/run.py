@@ -29,6 +29,7 @@ ORDINARY = {
     "test_loss_contexts": [],
     "test_flow_nonlinear": [],
     "test_flow": [],
+    "test_returns": [],
     "test_loss": [],
     "test_matrix": ["-k", "CUDA"],
     "test_support": [],
