@@ -156,7 +156,7 @@ def test_what_cannot_be_captured_names_the_line(name):
     given = on_gpu(batches(8))
     with pytest.raises(RuntimeError, match=r"cannot be\s+captured") as error:
         calls(update, given)
-    assert "tests/gpu/test_captured_step.py:" in str(error.value)
+    assert "tests/gpu/test_captured_steps.py:" in str(error.value)
     assert re.search(line, " ".join(str(error.value).split()))
     calls(plain, given[:3])
     assert_equal(learner.state(), reference.state())
