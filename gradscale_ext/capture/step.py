@@ -322,9 +322,9 @@ class CapturedStep:
             raise _Refused(too_many([one.form for one in self._captured], arguments))
         self._refuse_hooks()
         if self._waits:  # known beforehand, because a capture that fails leaves traces in PyTorch
-            places = ", ".join(dict.fromkeys(self._waits))
+            lines = ", ".join(dict.fromkeys(self._waits))
             raise _Refused(
-                f"CapturedStep: the step waits for the device at {places}, which cannot be captured"
+                f"CapturedStep: the step waits for the device at {lines}, which cannot be captured"
                 f"{self._diagnosed(arguments)}"
             )
         places = tensors(arguments.leaves)
