@@ -116,7 +116,7 @@ fuzz: $(VENV)/pytest
 versions: $(VERSIONS:%=version-%)
 
 # Tests that depend on PyTorch's version.
-VERSIONED := autograd compile context diagnosis diagnosis_ranks distributed dtensor flow loss_contexts matrix monitor returns
+VERSIONED := autograd compile context diagnosis diagnosis_outside diagnosis_ranks distributed dtensor flow loss_contexts matrix monitor returns
 
 version-%: .versions/%/.venv/torch $(VENV)/driver.so
 	cp --recursive --preserve $(VENV)/ptx $(VENV)/driver.so .versions/$*/.venv/

@@ -168,6 +168,24 @@ def converted(h):
     return h.long().float()  # <- converted
 
 
+def listed(h):
+    index = h.argmax(-1)  # <- listed
+    assert h.mean().item() < 10
+    chosen = torch.tensor(index.tolist())
+    assert len(h.tolist()) == 2
+    return F.one_hot(chosen, 4).float()
+
+
+def rounded(h):
+    return torch.from_numpy(h.long().numpy()).float()  # <- rounded
+
+
+def left_off(h):
+    with torch.no_grad():
+        h = h * 2  # <- left off
+    return torch.tensor([[number**2 for number in row] for row in h.tolist()])
+
+
 CUTS = {
     "detached": {
         detach: "detach",
@@ -179,8 +197,14 @@ CUTS = {
         after_function: "function",
         by_parameter: "parameter",
     },
-    "no_grad": {under_no_grad: "off", decorated: "decorated", inference: "inference"},
-    "integer_dtype": {classes: "argmax", compared: "compared", converted: "converted"},
+    "no_grad": {under_no_grad: "off", decorated: "decorated", inference: "inference", left_off: "left off"},
+    "integer_dtype": {
+        classes: "argmax",
+        compared: "compared",
+        converted: "converted",
+        listed: "listed",
+        rounded: "rounded",
+    },
 }
 
 
@@ -448,7 +472,11 @@ def test_a_cut_in_a_compiled_region():
         (nn.Buffer, "detach"),
         (lambda h: copy.deepcopy(h.detach()), "detach"),
         (lambda h: h.data, "data"),
-        (lambda h: h.new(h.tolist()), "new"),
+        (lambda h: h.new(h.tolist()), "tolist"),
+        (lambda h: torch.Tensor(h.tolist()), "tolist"),
+        (lambda h: torch.FloatTensor(h.tolist()), "tolist"),
+        (lambda h: torch.Tensor([[float(v) for v in row] for row in h.detach()]), "detach"),
+        (lambda h: pickle.loads(pickle.dumps(h.detach())), "detach"),
     ],
 )
 def test_values_of_calls_that_no_mode_intercepts(between, call):
@@ -472,13 +500,12 @@ def test_a_parameter_created_on_one_of_two_paths():
 @pytest.mark.parametrize(
     ("between", "call"),
     [
-        (lambda h: torch.Tensor(h.tolist()), "tolist"),
-        (lambda h: torch.FloatTensor(h.tolist()), "tolist"),
-        (lambda h: torch.Tensor([[float(v) for v in row] for row in h.detach()]), "__float__"),
-        (lambda h: pickle.loads(pickle.dumps(h.detach())), "untyped_storage"),
+        (lambda h: torch.Tensor([v**2 for v in h.flatten().tolist()]).view(2, 4), "tolist"),
+        (lambda h: torch.FloatTensor([[0.5 - float(v) for v in row] for row in h.detach()]), "__float__"),
+        (lambda h: torch.Tensor((np.asarray(h.detach()) ** 2).tolist()), "__array__"),
     ],
 )
-def test_values_that_left_pytorch_and_returned(between, call):
+def test_values_that_left_pytorch_and_returned_changed(between, call):
     """The diagnosis reports no cut, because it does not see whether the values enter the loss."""
     model = Between(between)
     loss, tracer = trace(model, X)
@@ -490,6 +517,24 @@ def test_values_that_left_pytorch_and_returned(between, call):
             "and what became of them is not seen"
         )
         assert Path(__file__).name in finding.location
+
+
+def test_a_choice_that_left_pytorch():
+    """The `argmax` is the cause, and not the `item()` behind it."""
+    model = nn.ModuleDict({"router": nn.Linear(3, 2), "experts": nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1)])})
+
+    def forward(x):
+        best = model["router"](x).sum(0).argmax()  # <- chosen
+        return sum(expert(x).sum() for number, expert in enumerate(model["experts"]) if number != best.item() + 2)
+
+    with GradientTracer() as tracer:
+        loss = forward(X)
+    findings = diagnose(loss, model, tracer=tracer).findings
+    assert [finding.parameter for finding in findings] == ["router.weight", "router.bias"]
+    for finding in findings:
+        assert finding.code == "disconnected"
+        assert "item() took results of argmax out of PyTorch" in finding.cause
+        assert at(finding, "chosen")
 
 
 class Idle(nn.Module):

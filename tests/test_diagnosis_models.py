@@ -384,6 +384,28 @@ def test_a_cut_on_one_of_several_paths_is_one_note(name):
     assert diagnose(step, model, sgd(model), traced=False).findings == []
 
 
+def log_everything(module, inputs, output):
+    """A forward hook that turns outputs and parameters into arrays, lists and numbers."""
+    outputs = output if isinstance(output, tuple) else (output,)
+    for tensor in (*(out for out in outputs if out is not None), *module.parameters(recurse=False)):
+        tensor.detach().numpy().copy()
+        tensor.tolist()
+        tensor.mean().item()
+
+
+@pytest.mark.parametrize("name", [*QUIET, *NOTED])
+def test_values_that_are_only_logged_change_no_diagnosis(name):
+    step, make = (QUIET | NOTED)[name][:2]
+    diagnoses = []
+    for is_logged in (False, True):
+        torch.manual_seed(0)
+        model = make()
+        for module in model.modules() if is_logged else ():
+            module.register_forward_hook(log_everything)
+        diagnoses.append(diagnose(step, model, sgd(model)).findings)
+    assert diagnoses[0] == diagnoses[1]
+
+
 def test_uninitialised_lazy_modules_are_unused():
     model = recurrent(nn.GRUCell(6, 6))
     model["lazy"] = nn.Sequential(nn.LazyLinear(32), nn.LazyBatchNorm1d())

@@ -1,9 +1,12 @@
 """The example agent: its games against oracles, its search with a model that knows the rules, and resumed runs."""
 
+import contextlib
 import dataclasses
+import fcntl
 import itertools
 import pickle
 import re
+import resource
 import sys
 import time
 from collections import Counter
@@ -20,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "muzero"
 sys.path.insert(0, str(EXAMPLE))
 import games  # noqa: E402
-from configuration import Configuration  # noqa: E402
+from configuration import Configuration, RunError  # noqa: E402
 from games import tictactoe  # noqa: E402
 from learner import make_loss, make_optimizer, update_weights  # noqa: E402
 from replay import n_step_returns  # noqa: E402
@@ -371,6 +374,7 @@ REFUSED = {
     "from 0 to 1": [(name, value) for name in FRACTIONS for value in ("-0.5", "1.5", "nan")],
     "from 0 to 2147483647": [("seed", "-1"), ("seed", "2147483648")],
     "at most --replay-capacity 30000": [("minimum-replay", "30001")],
+    "at most 2147483647": [(name, str(2**31)) for name in (*COUNTS, "support-bins", "actors")],
 }
 
 
@@ -444,3 +448,164 @@ def test_a_checkpoint_of_another_run_is_rejected(tmp_path, monkeypatch):
     torch.save({"network": {}}, path)
     line = error_line(monkeypatch, tmp_path, "--game=tictactoe")
     assert line.startswith(f"error: {path} cannot be read as a checkpoint: it holds something else. Use")
+
+
+def changed(state, *path):
+    """A checkpoint without the entry at a path, or with another value in place of it."""
+    *path, last = path
+    inner = state
+    for key in path[:-1] if callable(last) else path:
+        inner = inner[key]
+    if callable(last):
+        inner[path[-1]] = last(inner[path[-1]])
+    else:
+        del inner[last]
+    return state
+
+
+CHANGES = [
+    *((key,) for key in ("configuration", "network", "optimizer", "shares", "torch_generator", "record")),
+    *(("shares", 0, key) for key in ("replay", "self_play", "generator")),
+    *(("shares", 0, "self_play", key) for key in ("game", "observation", "ended", "episodes")),
+    ("shares", 0, "replay", "num_added"),
+    ("shares", 0, "replay", "arrays", "priority"),
+    ("shares", 0, "replay", "arrays", "observation", lambda array: array[:, :2]),
+    ("record", "curve"),
+    ("record", "seconds"),
+    ("network", "value.0.weight"),
+    ("network", "value.0.weight", lambda weight: weight[:-1]),
+    ("optimizer", "param_groups"),
+    ("optimizer", "param_groups", lambda groups: []),
+    ("configuration", lambda configuration: None),
+    ("shares", lambda shares: 1),
+    ("shares", 0, "generator", lambda generator: {}),
+    ("torch_generator", lambda generator: None),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: ".".join(map(str, change[:-1])) + str(len(change)))
+def test_an_incomplete_checkpoint_is_rejected(change, tmp_path, monkeypatch):
+    path = tmp_path / "cartpole-seed0" / "checkpoint.pt"
+    path.parent.mkdir()
+    run = Training(Configuration(minimum_replay=20))
+    while len(run.replay) < 20:
+        run.step()
+    run.save(path)
+    torch.save(changed(torch.load(path, weights_only=False), *change), path)
+    line = error_line(monkeypatch, tmp_path, "--minimum-replay=20")
+    assert line.startswith(f"error: {path} cannot be read as a checkpoint: ")
+    assert line.endswith(". Use another --directory, or --fresh to delete this run.")
+    assert "\n" not in line
+    assert len(line) < 700
+
+
+def test_a_folder_in_place_of_the_checkpoint_is_rejected(tmp_path, monkeypatch):
+    path = tmp_path / "cartpole-seed0" / "checkpoint.pt"
+    path.mkdir(parents=True)
+    line = error_line(monkeypatch, tmp_path)
+    assert line.startswith(f"error: {path} cannot be read as a checkpoint: IsADirectoryError: ")
+    line = error_line(monkeypatch, tmp_path, "--fresh")
+    assert re.match(rf"error: --fresh cannot delete {path}: .*\. Delete it, or use another --directory\.$", line)
+    assert path.is_dir()
+
+
+@contextlib.contextmanager
+def full_disk(size):
+    """Let no file grow beyond a size, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size", [0, 10, 1000, 50_000])
+def test_a_full_disk_leaves_the_previous_checkpoint(size, tmp_path):
+    run, path = training("cartpole"), tmp_path / "checkpoint.pt"
+    run.save(path)
+    content = path.read_bytes()
+    assert len(content) > 50_000
+    run.step()
+    with full_disk(size), pytest.raises(RunError, match=rf"{path} cannot be written: .*File too large") as stopped:
+        run.save(path)
+    assert str(stopped.value).endswith("When it can, the same command continues from the last checkpoint")
+    assert path.read_bytes() == content
+    assert [file.name for file in tmp_path.iterdir()] == ["checkpoint.pt"]
+    (tmp_path / "checkpoint.unfinished").write_text("of a run that was killed")
+    run.save(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["checkpoint.pt"]
+
+
+def test_a_full_disk_ends_the_run_with_an_error(tmp_path, monkeypatch, capsys):
+    folder, options = tmp_path / "cartpole-seed0", ("--num-environments=2", "--num-simulations=2")
+    for size, path in ((20_000, folder / "checkpoint.pt"), (0, folder)):  # 0: TensorBoard's file cannot be written
+        with full_disk(size):
+            line = error_line(monkeypatch, tmp_path, *options)
+        assert re.match(rf"error: {path} cannot be written: (OSError: )?\[Errno 27\] File too large", line)
+        assert "Traceback" not in capsys.readouterr().err
+        assert not list(folder.glob("checkpoint.*"))
+
+
+def fails_with(monkeypatch, error):
+    def step(_):
+        raise error
+
+    monkeypatch.setattr(Training, "step", step)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (PermissionError(13, "Permission denied"), "{folder} cannot be written: PermissionError: .*Permission denied"),
+        (
+            MemoryError("Unable to allocate 1 PiB"),
+            "the run needs more memory than there is: .*Unable to allocate 1 PiB",
+        ),
+        (RuntimeError("[enforce]\ncan't allocate memory: 9 B"), "the run needs more memory .*allocate memory: 9 B"),
+    ],
+)
+def test_a_lack_of_memory_or_permission_is_an_error(error, expected, tmp_path, monkeypatch):
+    fails_with(monkeypatch, error)
+    line = error_line(monkeypatch, tmp_path)
+    assert re.match("error: " + expected.format(folder=tmp_path / "cartpole-seed0"), line)
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a fault"), ValueError("a fault"), KeyError("a fault")])
+def test_a_fault_of_the_program_is_not_hidden(error, tmp_path, monkeypatch):
+    fails_with(monkeypatch, error)
+    with pytest.raises(type(error), match="a fault"):
+        error_line(monkeypatch, tmp_path)
+
+
+def test_two_runs_in_one_folder_are_rejected(tmp_path, monkeypatch):
+    path = tmp_path / "cartpole-seed0" / "checkpoint.pt"
+    content = saved(path)
+    with open(tmp_path / "cartpole-seed0.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for options in ((), ("--fresh",)):
+            line = error_line(monkeypatch, tmp_path, *options)
+            assert line == (
+                f"error: another run is in progress in {path.parent}: wait for its end, or use another --directory"
+            )
+            assert path.read_bytes() == content
+        assert error_line(monkeypatch, tmp_path, "--seed=1", "--training-steps=2").startswith("error: the run ended")
+    for _ in range(2):  # a run that has ended holds no lock
+        line = error_line(monkeypatch, tmp_path, "--training-steps=2")
+        assert line.startswith(f"error: the run in {path} was begun with --num-environments 4, not 32")
+
+
+def test_a_support_that_float_cannot_hold_is_rejected(tmp_path, monkeypatch):
+    line = error_line(monkeypatch, tmp_path / "runs", "--support-limit=1e40")
+    assert line.startswith("error: --support-limit 1e+40 and --support-bins 161 make no support: ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cluster_without_actors_is_rejected(tmp_path, monkeypatch):
+    assert error_line(monkeypatch, tmp_path, "--ray=auto") == "error: --ray needs --actors, which run on the cluster"
+
+
+def test_the_home_of_nobody_is_rejected(monkeypatch, capsys):
+    assert error_line(monkeypatch, "~nobody has this name/runs") == 2
+    assert "argument --directory: Could not determine home directory." in capsys.readouterr().err

@@ -40,6 +40,7 @@ def test_ranks_train_as_one(tmp_path):
     checks = {
         "as_one": functools.partial(training_ranks.ranks_train_as_one, checkpoint=tmp_path / "checkpoint.pt"),
         "damaged": training_ranks.a_damaged_checkpoint_is_rejected,
+        "problems": training_ranks.a_problem_of_one_rank_ends_both,
         "interrupted": training_ranks.ctrl_c_saves_a_checkpoint,
     }
     for name in ("matplotlib", "tensorboard", "tqdm"):
@@ -66,6 +67,33 @@ def test_ranks_of_torchrun_save_when_ctrl_c_is_pressed(tmp_path):
     saved = torch.load(tmp_path / "cartpole-seed0" / "checkpoint.pt", weights_only=False)
     assert saved["record"]["step_number"] > 0
     assert len(saved["shares"]) == 2
+
+
+@pytest.mark.slow
+def test_a_second_run_ends_and_the_first_goes_on(tmp_path):
+    """Killing the first run releases its folder."""
+    pytest.importorskip("tensorboard")
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    command = [sys.executable, EXAMPLE / "train.py", *options, f"--directory={tmp_path}"]
+    first = run(command)
+    deadline = time.monotonic() + PATIENCE
+    while not list(tmp_path.glob("*/checkpoint.pt")):
+        assert first.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    second = run([*command, "--fresh"], stderr=subprocess.PIPE)
+    error = second.communicate(timeout=PATIENCE)[1]
+    assert error.startswith(f"error: another run is in progress in {tmp_path / 'cartpole-seed0'}: ")
+    assert error.count("\n") == 1
+    assert second.returncode == 1
+    assert first.poll() is None
+    first.kill()
+    first.communicate(timeout=PATIENCE)
+    third = run(command)
+    while "continuing from step" not in (line := third.stdout.readline()):
+        assert line
+    third.send_signal(signal.SIGINT)
+    assert "interrupted; the same command continues" in third.communicate(timeout=PATIENCE)[0]
 
 
 def test_a_share_has_its_part_and_its_own_seed():
@@ -141,6 +169,26 @@ def test_the_error_without_ray_is_one_line(tmp_path, monkeypatch):
         train.main()
     requirement = str(stopped.value).split('"')[1]
     assert f'ray = ["{requirement}"]' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_a_cluster_that_does_not_answer_is_an_error(tmp_path, monkeypatch):
+    ray = pytest.importorskip("ray")
+    for name in ("matplotlib", "tensorboard", "tqdm"):
+        pytest.importorskip(name)
+    import train
+
+    def init(*_, **__):
+        raise ConnectionError("Could not find any running Ray instance.\nPlease specify the one to connect to.")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--actors=2", "--ray=auto", f"--directory={tmp_path}"])
+    expected = (
+        "^error: --ray auto is not a Ray cluster that answers: ConnectionError: Could not find any .* connect to.$"
+    )
+    with pytest.raises(SystemExit, match=expected):
+        train.main()
 
 
 def episode(length, seed):
@@ -222,3 +270,14 @@ def test_killed_actors_are_replaced(begin, tmp_path):
     assert len(resumed.replay) >= size
     assert resumed.learner_steps == training.learner_steps
     learn(resumed, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.untraced
+def test_a_damaged_replay_buffer_is_an_error(begin, tmp_path):
+    from configuration import RunError
+
+    path = tmp_path / "replay.0.sqlite"
+    path.write_bytes(b"no database" * 1000)
+    with pytest.raises(RunError, match=rf"^{path} cannot be read as a replay buffer: .*file is not a database"):
+        begin(tmp_path)

@@ -290,6 +290,7 @@ def test_reading_only_the_shape_of_an_operand_is_no_dependency():
         used = tracer._used
         tracer._used = 0
         given = [x.type_as(p), x.to(p), x.expand_as(p), x.view_as(p), torch.broadcast_tensors(x, p)[0]]
+        given += [p.new([1.0, 2.0]), p.new(3, 4).fill_(0.0)]
         assert not tracer.used(p)
         steps = [(h > 0).type_as(h), (h > 0).to(h)]
         copied = h.new_tensor(h.tolist())

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "muzero"))
-from configuration import Configuration
+from configuration import Configuration, RunError
 from learner import make_loss, make_optimizer, update_weights
 from parallel import Ranks
 from replay import Batch
@@ -105,6 +105,28 @@ def a_damaged_checkpoint_is_rejected(rank: int) -> None:
         (folder / "cartpole-seed0" / "checkpoint.pt").write_bytes(b"damaged")
     expected = rf"^error: {folder}/\S+ cannot be read as a checkpoint: UnpicklingError: "
     with train_in(folder) as train, pytest.raises(SystemExit, match=expected):
+        train.main()
+
+
+def a_problem_of_one_rank_ends_both(rank: int) -> None:
+    """A checkpoint that rank 0 cannot write, one whose share of rank 1 is incomplete, and a folder that is in use."""
+    ranks = Joined()
+    training = Training(CONFIGURATION, ranks)
+    folder = Path(ranks.from_first(tempfile.mkdtemp()))
+    path = folder / "cartpole-seed0" / "checkpoint.pt"
+    with pytest.raises(RunError, match=rf"{path} cannot be written: .*No such file or directory"):
+        training.save(path)
+    if rank == 0:
+        path.parent.mkdir()
+    training.save(path)
+    if rank == 0:
+        state = torch.load(path, weights_only=False)
+        del state["shares"][1]["replay"]
+        torch.save(state, path)
+    with pytest.raises(RunError, match=rf"{path} cannot be read as a checkpoint: KeyError: 'replay'"):
+        training.load(path)
+    expected = rf"^error: another run is in progress in {path.parent}: wait for its end"
+    with train_in(folder) as train, train.alone_in(path.parent, ranks), pytest.raises(SystemExit, match=expected):
         train.main()
 
 

@@ -26,12 +26,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor
 
 import games
-from configuration import Configuration
+from configuration import Configuration, RunError
 from games import Integers
 from parallel import Ranks
 from replay import Batch, Episode
 from self_play import SelfPlay
-from training import Training, make_network, make_replay
+from training import Training, make_network, make_replay, one_line
 
 STEPS_PER_CALL = 8  # during which a player uses the same weights
 STEPS_PER_WEIGHTS = 4  # learner steps between two publications of the weights
@@ -143,13 +143,21 @@ class ActorTraining(Training):
             # Ray sends the folder of this file to the machines of a cluster.
             sent = {"working_dir": str(Path(__file__).parent), "excludes": ["runs", "__pycache__"]}
             environment = None if address == "local" else sent
-            ray.init(address, include_dashboard=False, logging_level=logging.ERROR, runtime_env=environment)
+            try:
+                ray.init(address, include_dashboard=False, logging_level=logging.ERROR, runtime_env=environment)
+            except Exception as error:  # of several types, depending on the address
+                raise RunError(f"--ray {address} is not a Ray cluster that answers: {one_line(error)}") from error
         here = NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=False
         )  # contains the run's folder
         path = directory.resolve() / f"replay.{self.ranks.rank}.sqlite"
         keeper = immortal(Keeper).options(scheduling_strategy=here).remote(self.share, str(path))
-        self.replay = KeptReplay(keeper)
+        try:
+            self.replay = KeptReplay(keeper)
+        except ray.exceptions.RayError as error:
+            cause = str(error).strip().splitlines()[-1]  # below the traceback of the keeper
+            problem = f"{path} cannot be read as a replay buffer: {cause}"
+            raise RunError(f"{problem}. Use another --directory, or --fresh to delete this run.") from error
         shares = [self.share.share(i, configuration.actors, "num_environments") for i in range(configuration.actors)]
         self.players = [immortal(Player).remote(share) for share in shares]
         self.calls: dict[Any, Any] = {}  # pending call and its player

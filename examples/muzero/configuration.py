@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import games
+import gradscale_ext as gs
 
 # The numbers that an option accepts, in words and as a condition. NaN satisfies none of them.
 Accepted = tuple[str, Callable[[float], bool]]
@@ -19,13 +20,18 @@ TWO_OR_MORE: Accepted = ("at least 2", lambda number: number >= 2)
 POSITIVE: Accepted = ("above 0 and finite", lambda number: 0 < number < math.inf)
 FRACTION: Accepted = ("from 0 to 1", lambda number: 0 <= number <= 1)
 SEED: Accepted = ("from 0 to 2147483647", lambda number: 0 <= number < 2**31)
+COUNT: Accepted = ("at most 2147483647", lambda number: number < 2**31)
+
+
+class RunError(ValueError):
+    """A run cannot begin or go on, because of an option, a file or the machine: the message says what to change."""
 
 
 def check_option(name: str, number: float, accepted: Accepted) -> None:
-    """Raises a ValueError unless an option is one of the accepted numbers."""
+    """Raises a RunError unless an option is one of the accepted numbers."""
     words, condition = accepted
     if not condition(number):
-        raise ValueError(f"{name} must be {words}, not {number}")
+        raise RunError(f"{name} must be {words}, not {number}")
 
 
 def choice(default: str, description: str, choices: tuple[str, ...]) -> Any:
@@ -83,22 +89,34 @@ class Configuration:
         """Check every number, so that a run that cannot work is rejected before it begins.
 
         Raises:
-            ValueError: an option is not among the numbers that make sense.
+            RunError: an option is not among the numbers that make sense.
         """
         for field in dataclasses.fields(self):
+            name, value = option_name(field.name), getattr(self, field.name)
             if field.metadata["accepted"] is not None:
-                check_option(option_name(field.name), getattr(self, field.name), field.metadata["accepted"])
+                check_option(name, value, field.metadata["accepted"])
+            if isinstance(value, int):
+                check_option(name, value, COUNT)
         if self.minimum_replay > self.replay_capacity:
-            raise ValueError(
+            raise RunError(
                 f"--minimum-replay must be at most --replay-capacity {self.replay_capacity}, not {self.minimum_replay}"
             )
+        try:
+            self.support()
+        except ValueError as error:
+            limits = f"--support-limit {self.support_limit} and --support-bins {self.support_bins}"
+            raise RunError(f"{limits} make no support: {error}") from error
+
+    def support(self) -> gs.Support:
+        """The support of value and reward. It is symmetric, so that uniform logits mean exactly 0."""
+        return gs.Support(-self.support_limit, self.support_limit, self.support_bins)
 
     def share(self, part: int, parts: int, *names: str) -> Configuration:
         """The share of one of several processes: its part of these numbers, and its own seed."""
         shares = {name: (getattr(self, name) + part) // parts for name in names}
         for name in shares:
             if getattr(self, name) < parts:
-                raise ValueError(f"{parts} processes cannot share {option_name(name)} {getattr(self, name)}")
+                raise RunError(f"{parts} processes cannot share {option_name(name)} {getattr(self, name)}")
         return dataclasses.replace(self, seed=(self.seed + 1000 * part) % 2**31, **shares)
 
     @property

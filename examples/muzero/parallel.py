@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from configuration import RunError
+
 
 class Ranks:
     """The processes of a run, as seen by one of them. A process that `torchrun` did not start is alone."""
@@ -41,6 +43,16 @@ class Ranks:
         values = [value]
         dist.broadcast_object_list(values)
         return values[0]
+
+    def agree(self, problem: str) -> None:
+        """End all ranks if one of them has a problem, so that none waits for a rank that has ended.
+
+        Raises:
+            RunError: this rank's problem, or the first of another rank. An empty one is none.
+        """
+        problems = list(filter(None, self.gather(problem)))
+        if problems:
+            raise RunError(problem or problems[0])
 
     def parallel(self, network: nn.Module) -> nn.Module:
         """The network, whose gradients are averaged over the ranks when it is called as a module."""

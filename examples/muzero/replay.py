@@ -181,11 +181,14 @@ class ReplayBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """The transitions, for a checkpoint."""
-        arrays = {name: value[: len(self)] for name, value in vars(self).items() if isinstance(value, np.ndarray)}
-        return {"num_added": self.num_added, "arrays": arrays}
+        return {"num_added": self.num_added, "arrays": self.filled()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the transitions of a checkpoint."""
         self.num_added = state["num_added"]
-        for name, value in state["arrays"].items():
-            getattr(self, name)[: len(self)] = value
+        for name, array in self.filled().items():
+            array[:] = state["arrays"][name]
+
+    def filled(self) -> dict[str, Any]:
+        """The part of each array that holds transitions."""
+        return {name: value[: len(self)] for name, value in vars(self).items() if isinstance(value, np.ndarray)}

@@ -16,6 +16,7 @@ from search import SearchResult, search
 
 # Evaluation resets the games with seeds from this value on; training uses the run's own seed.
 FIRST_EVALUATION_SEED = 1_000_000
+STATE = ("game", "observation", "ended", "episodes")  # of self-play, in a checkpoint
 
 Player = Callable[[Game, Floats], Integers]  # maps games and their observations to actions
 
@@ -76,11 +77,12 @@ class SelfPlay:
 
     def state_dict(self) -> dict[str, Any]:
         """The games and their unfinished episodes, for a checkpoint."""
-        return {name: getattr(self, name) for name in ("game", "observation", "ended", "episodes")}
+        return {name: getattr(self, name) for name in STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the games of a checkpoint."""
-        vars(self).update(state)
+        for name in STATE:
+            setattr(self, name, state[name])
 
 
 def dirichlet_noise(legal_actions: Booleans, alpha: float, generator: np.random.Generator) -> Floats:

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import importlib.util
 import signal
+import sqlite3
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -21,13 +25,13 @@ from tqdm import tqdm
 
 import games
 import gradscale_ext as gs
-from configuration import Configuration, add_options, check_option, from_options
+from configuration import Configuration, RunError, add_options, check_option, from_options
 from learner import hidden_state_gradients, make_loss, time_learner_step
 from parallel import Ranks
 from plot import plot_hidden_state_gradients, plot_learning_curve
 from search import time_search
 from self_play import evaluate
-from training import SHARED, Training
+from training import SHARED, Training, one_line
 
 TIMED_STEPS = 200
 TIMED_SEARCHES = 20
@@ -61,36 +65,45 @@ class Interruption:
 def main() -> int:
     """Train or continue training, then report. Returns the exit status."""
     options = parse_options()
-    start = time.perf_counter()
     # The networks are so small that handing work to a second thread costs more than it saves.
     torch.set_num_threads(1)
     ranks = Ranks()
     if ranks.rank > 0:  # only rank 0 prints
         sys.stdout = None
+    directory = options.directory
     try:
         configuration = checked_configuration(options, ranks)
-        directory = options.directory / f"{configuration.game}-seed{configuration.seed}"
-        directory.mkdir(parents=True, exist_ok=True)
-    except ValueError as error:
+        directory /= f"{configuration.game}-seed{configuration.seed}"
+        with alone_in(directory, ranks):
+            return run(options, configuration, directory, ranks)
+    except RunError as error:
         sys.exit(f"error: {error}")
-    except OSError as error:
-        sys.exit(f"error: --directory must be a folder that can be written: {error}")
+    except (OSError, sqlite3.Error) as error:
+        sys.exit(f"error: {directory} cannot be written: {one_line(error)}")
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
+            raise
+        sys.exit(f"error: the run needs more memory than there is: use smaller numbers. {one_line(error)}")
+
+
+def run(options: argparse.Namespace, configuration: Configuration, directory: Path, ranks: Ranks) -> int:
+    """Train or continue training, then report. Returns the exit status."""
+    start = time.perf_counter()
     checkpoint = directory / "checkpoint.pt"
     if options.fresh:
-        remove_run(directory)
-    ranks.gather(None)  # so that no rank reads files that are being removed
+        ranks.agree(remove_run(directory))  # no rank reads files that are being removed
     training = begin(configuration, directory, options.ray, ranks)
-    try:
-        if ranks.from_first(checkpoint.exists()):
+    if ranks.from_first(checkpoint.exists()):
+        try:
             training.load(checkpoint)
-    except ValueError as error:
-        sys.exit(f"error: {error}. Use another --directory, or --fresh to delete this run.")
+        except RunError as error:
+            raise RunError(f"{error}. Use another --directory, or --fresh to delete this run.") from error
     try:
         train(training, checkpoint, 60 * options.max_minutes, options.monitor)
         if ranks.rank > 0:
             return 0
         if not training.learner_steps:
-            sys.exit("error: the run ended before its first learner step, so there is nothing to report")
+            raise RunError("the run ended before its first learner step, so there is nothing to report")
         report(training, directory)
         if options.monitor:
             report_gradients(training, directory)
@@ -101,18 +114,42 @@ def main() -> int:
     return 0
 
 
+@contextlib.contextmanager
+def alone_in(directory: Path, ranks: Ranks) -> Iterator[None]:
+    """Make the folder of a run, and keep other runs out of it. The system releases the lock of a run that is killed.
+
+    Raises:
+        RunError: another run is in progress in this folder, or it cannot be written.
+    """
+    with contextlib.ExitStack() as stack:
+        problem = ""
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            if ranks.rank == 0:
+                lock = stack.enter_context(open(directory.with_suffix(".lock"), "w"))
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            problem = f"another run is in progress in {directory}: wait for its end, or use another --directory"
+        except OSError as error:
+            problem = f"--directory must be a folder that can be written: {error}"
+        ranks.agree(problem)
+        yield
+
+
 def checked_configuration(options: argparse.Namespace, ranks: Ranks) -> Configuration:
     """The configuration of a run that this many processes can begin.
 
     Raises:
-        ValueError: an option makes no sense, or Ray is missing.
+        RunError: an option makes no sense, or Ray is missing.
     """
     check_option("--max-minutes", options.max_minutes, ("above 0", lambda minutes: minutes > 0))
     configuration = from_options(options)
     configuration.share(0, ranks.size, *SHARED)
     configuration.share(0, max(configuration.actors, 1) * ranks.size, "num_environments")
     if configuration.actors and importlib.util.find_spec("ray") is None:
-        raise ValueError('--actors needs Ray: pip install "ray>=2.40,<3"')
+        raise RunError('--actors needs Ray: pip install "ray>=2.40,<3"')
+    if options.ray != "local" and not configuration.actors:
+        raise RunError("--ray needs --actors, which run on the cluster")
     return configuration
 
 
@@ -137,7 +174,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--directory",
-        type=lambda path: Path(path).expanduser(),
+        type=folder,
         default=Path("runs/muzero"),
         help="folder for the checkpoints, logs and pictures of runs, each in its <game>-seed<N> (default: %(default)s)",
     )
@@ -157,12 +194,24 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def remove_run(directory: Path) -> None:
-    """Delete the files that an earlier run wrote, and nothing else."""
+def folder(path: str) -> Path:
+    """The folder of an option."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(f"{error} It begins with ~ and a name that is no user's.") from None
+
+
+def remove_run(directory: Path) -> str:
+    """Delete the files that an earlier run wrote, and nothing else. Returns an error message, or an empty one."""
     pictures = ("learning_curve.png", "hidden_state.png")
     for pattern in ("checkpoint.*", "replay.*.sqlite*", "events.out.tfevents.*", *pictures):
         for path in directory.glob(pattern):
-            path.unlink(missing_ok=True)  # another rank may have deleted it first
+            try:
+                path.unlink(missing_ok=True)  # another rank may have deleted it first
+            except OSError as error:
+                return f"--fresh cannot delete {path}: {error.strerror}. Delete it, or use another --directory."
+    return ""
 
 
 def train(training: Training, checkpoint: Path, max_seconds: float, monitor: bool) -> None:
@@ -177,10 +226,9 @@ def train(training: Training, checkpoint: Path, max_seconds: float, monitor: boo
     interval = 0.5 if sys.stderr.isatty() else 20
     form = "{percentage:3.0f}%|{bar:20}| {desc}"
     bar = tqdm(total=1.0, mininterval=interval, miniters=0, bar_format=form, disable=not is_first)
-    # After a crash the logs may be ahead of the checkpoint; `purge_step` hides the steps that will be written again.
     with (
         bar,
-        SummaryWriter(checkpoint.parent, purge_step=begun) if is_first else contextlib.nullcontext() as writer,
+        logs(checkpoint.parent, begun) if is_first else contextlib.nullcontext() as writer,
         monitored(training, writer) if monitor and writer else contextlib.nullcontext(),
         Interruption() as interruption,
     ):
@@ -207,6 +255,19 @@ def train(training: Training, checkpoint: Path, max_seconds: float, monitor: boo
         )
     elif not training.finished:
         print(f"time is up after step {training.step_number} of {total} (--max-minutes)")
+
+
+@contextlib.contextmanager
+def logs(directory: Path, begun: int) -> Iterator[SummaryWriter]:
+    """TensorBoard's logs. Its writer raises errors of its thread, which does not need to print them too."""
+    print_error = threading.excepthook
+    threading.excepthook = lambda error: None if issubclass(error.exc_type, OSError) else print_error(error)
+    try:
+        # After a crash the logs may be ahead of the checkpoint; `purge_step` hides steps that will be written again.
+        with SummaryWriter(directory, purge_step=begun) as writer:
+            yield writer
+    finally:
+        threading.excepthook = print_error
 
 
 def monitored(training: Training, writer: SummaryWriter) -> gs.GradientMonitor:

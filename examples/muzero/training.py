@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import math
 import os
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ import torch
 
 import games
 import gradscale_ext as gs
-from configuration import Configuration, option_name
+from configuration import Configuration, RunError, option_name
 from learner import make_loss, make_optimizer, update_weights
 from networks import MuZeroNetwork
 from parallel import Ranks
@@ -22,17 +25,18 @@ from replay import Batch, ReplayBuffer
 from self_play import SelfPlay
 
 EPISODES_TO_SOLVE = 50
+RECORD = ("step_number", "environment_steps", "learner_steps", "seconds", "processor_seconds", "curve")
 CHECKPOINT = {"configuration", "network", "optimizer", "shares", "torch_generator", "record"}  # contents of the file
 SHARED = ("num_environments", "batch_size", "replay_capacity", "minimum_replay")  # among the ranks
 
 
 def make_network(configuration: Configuration) -> MuZeroNetwork:
     """The networks for a game, initialised from torch's random numbers."""
-    game, limit = games.load(configuration.game), configuration.support_limit
+    game = games.load(configuration.game)
     return MuZeroNetwork(
         game.observation_shape,
         game.num_actions,
-        gs.Support(-limit, limit, configuration.support_bins),  # symmetric, so that uniform logits mean exactly 0
+        configuration.support(),
         configuration.hidden_size,
         configuration.layer_size,
     )
@@ -164,47 +168,60 @@ class Training:
         return self.solved or self.step_number >= self.configuration.training_steps
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint in rank 0; a complete file always exists, this one or the previous one."""
+        """Write a checkpoint in rank 0; a complete file always exists, this one or the previous one.
+
+        Raises:
+            RunError: the file cannot be written.
+        """
         share = {
             "replay": self.replay.state_dict(),
             "self_play": self.self_play.state_dict(),
             "generator": self.generator.bit_generator.state,
         }
-        shares = self.ranks.gather(share, everywhere=False)
-        if self.ranks.rank > 0:
-            return
-        record = ("step_number", "environment_steps", "learner_steps", "seconds", "processor_seconds", "curve")
         state = {
             "configuration": dataclasses.asdict(self.configuration),
             "network": self.network.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "shares": shares,
+            "shares": self.ranks.gather(share, everywhere=False),
             "torch_generator": torch.get_rng_state(),
-            "record": {name: getattr(self, name) for name in record},
+            "record": {name: getattr(self, name) for name in RECORD},
         }
-        unfinished = path.with_suffix(".unfinished")
-        torch.save(state, unfinished)
-        os.replace(unfinished, path)
+        self.ranks.agree(write_checkpoint(path, state) if self.ranks.rank == 0 else "")
 
     def load(self, path: Path) -> None:
         """Continue from a checkpoint, which only rank 0 reads. It contains pickled Python objects: load only your own
         files.
 
         Raises:
-            ValueError: the file is not a checkpoint, or belongs to a run with another configuration or number of ranks.
+            RunError: the file is not a checkpoint, or belongs to a run with another configuration or number of ranks.
         """
         state, problem = self.ranks.from_first(read_checkpoint(path) if self.ranks.rank == 0 else None)
-        if problem:
-            raise ValueError(f"{path} cannot be read as a checkpoint: {problem}")
+        unreadable = f"{path} cannot be read as a checkpoint: "
+        problem = problem and unreadable + problem
+        try:
+            if not problem:
+                self.restore(state, path)
+        except RunError as error:
+            problem = str(error)
+        except Exception as error:  # of many types, depending on what is missing or has another form
+            problem = unreadable + one_line(error)
+        self.ranks.agree(problem)
+
+    def restore(self, state: dict[str, Any], path: Path) -> None:
+        """Continue from the contents of a checkpoint.
+
+        Raises:
+            RunError: it belongs to a run with another configuration or number of ranks.
+        """
         for name, value in dataclasses.asdict(self.configuration).items():
             saved = state["configuration"].get(name)
             if saved != value:
                 name = option_name(name)
-                raise ValueError(
+                raise RunError(
                     f"the run in {path} was begun with {name} {saved}, not {value}, and can only continue with it"
                 )
         if len(state["shares"]) != self.ranks.size:
-            raise ValueError(f"the run in {path} was begun by {len(state['shares'])} processes, not {self.ranks.size}")
+            raise RunError(f"the run in {path} was begun by {len(state['shares'])} processes, not {self.ranks.size}")
         share = state["shares"][self.ranks.rank]
         self.network.load_state_dict(state["network"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -212,7 +229,27 @@ class Training:
         self.self_play.load_state_dict(share["self_play"])
         self.generator.bit_generator.state = share["generator"]
         torch.set_rng_state(state["torch_generator"])
-        vars(self).update(state["record"])
+        for name in RECORD:
+            setattr(self, name, state["record"][name])
+
+
+def write_checkpoint(path: Path, state: dict[str, Any]) -> str:
+    """Replace a file in one step. Returns an error message, which is empty if the file was written."""
+    content = io.BytesIO()
+    torch.save(state, content)  # torch.save to a file hides why the file cannot be written
+    unfinished = path.with_suffix(".unfinished")
+    try:
+        with open(unfinished, "wb") as file:
+            file.write(content.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except OSError as error:
+        return f"{path} cannot be written: {error}. When it can, the same command continues from the last checkpoint"
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+    return ""
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Any], str]:
@@ -220,7 +257,12 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], str]:
     try:
         state = torch.load(path, weights_only=False)
     except Exception as error:  # of many types, depending on where the file is damaged
-        return {}, f"{type(error).__name__}: {error}"
+        return {}, one_line(error)
     if not (isinstance(state, dict) and state.keys() >= CHECKPOINT):
         return {}, "it holds something else"
     return state, ""
+
+
+def one_line(error: Exception) -> str:
+    """Type and message of an error, in one line."""
+    return f"{type(error).__name__}: {textwrap.shorten(str(error), 300)}"

@@ -13,8 +13,9 @@ from torch.autograd.graph import Node
 
 from .fsdp import sharded_parameters
 from .graph import NOTHING, Step, amount, gradient_function, gradients, leaves, operation, walk
+from .lines import Location
 from .report import Code, Finding, GradientDiagnosis, finding_of, shortened
-from .tracer import Cut, GradientTracer, Location
+from .tracer import Cut, GradientTracer
 
 #: A gradient below this fraction of the largest gradient of all parameters is vanishing.
 VANISHING = 1e-9
@@ -300,17 +301,20 @@ class _Diagnosis:
                 cause = f"the loss is of dtype {self.loss.dtype}, which has no derivative"
                 return finding_of("integer_dtype", name, cause)
             return finding_of("disconnected", name, cause, remedy=_TRACE)
-        cuts = sorted(self.tracer.cuts_between(parameter, self.loss), key=lambda cut: _LIKELIEST.index(cut.kind))
+        cuts = self.tracer.cuts_between(parameter, self.loss)
         if cuts:
-            self.blamed.add(_place(cuts[0]))
-            if cuts[0].entered is not None and self._is_left_out(parameter):
+            cut = _likeliest(cuts)
+            self.blamed.add(_place(cut))
+            if cut.entered is not None and self._is_left_out(parameter):
                 cause = "the loss depends on it only through what was computed while gradients were off"
-                return finding_of("no_grad", name, cause, cuts[0].entered)
-            return finding_of(cuts[0].kind, name, f"{_cut_cause(cuts[0])}{about_loss}", cuts[0].location)
+                return finding_of("no_grad", name, cause, cut.entered)
+            return finding_of(cut.kind, name, f"{_cut_cause(cut)}{about_loss}", cut.location)
         escapes = self.tracer.escapes(parameter, self.loss)
         if escapes:
-            cause = f"possibly: {escapes[0].call}() took a value that depends on it out of PyTorch"
-            return finding_of("detached", name, f"{cause}{about_loss}", escapes[0].location)
+            cut = _likeliest(escapes[-1].cuts)
+            cause = f"possibly: {_cut_cause(cut)}"
+            cause += "" if cut.call == escapes[-1].call else f"; {escapes[-1].call}() took it out of PyTorch"
+            return finding_of(cut.kind, name, f"{cause}{about_loss}", cut.location)
         left = next(iter(self.tracer.escapes(parameter)), None)
         code: Code = "disconnected"
         if not self.tracer.used(parameter):
@@ -319,9 +323,13 @@ class _Diagnosis:
             cause = "it was used, but nothing made of it enters the loss"
         else:
             cause = "it was used, but no path from it to the loss was seen"
-        if left is not None:
-            cause += f"; {left.call}() took values made of it out of PyTorch, and what became of them is not seen"
-        return finding_of(code, name, f"{cause}{about_loss}", None if left is None else left.location)
+        if left is None:
+            return finding_of(code, name, f"{cause}{about_loss}")
+        cut = _likeliest(left.cuts)
+        is_choice = cut.kind == "integer_dtype"
+        cause += f"; {left.call}() took {f'results of {cut.call}' if is_choice else 'values made of it'} out of PyTorch"
+        cause += ", and what became of them is not seen"
+        return finding_of(code, name, f"{cause}{about_loss}", cut.location if is_choice else left.location)
 
     def _partial_cuts(self) -> Iterator[Finding]:
         """Yield a note for each cut on a path to parameters that gradients reach on other paths."""
@@ -405,7 +413,11 @@ class _Diagnosis:
         return next((line for line in lines if line is not None), None)
 
 
-_LIKELIEST = ("detached", "no_grad", "integer_dtype")
+def _likeliest(cuts: Iterable[Cut]) -> Cut:
+    """The cut that is most likely to be a fault."""
+    return min(cuts, key=lambda cut: ("detached", "no_grad", "integer_dtype").index(cut.kind))
+
+
 _CAUSE_OF_LOSS = {
     "zero_derivative": "every path to it leads through {}, whose derivative is zero or not defined",
     "vanishing": "its gradient has become zero in {}, by saturation or underflow",
@@ -414,8 +426,8 @@ _CAUSE_OF_LOSS = {
 
 
 def _place(cut: Cut) -> tuple[Any, ...]:
-    """Key shared by the cuts of one call, or of one block where gradients are off."""
-    return (cut.kind, cut.entered) if cut.kind == "no_grad" else (cut.kind, cut.call, cut.location)
+    """Key shared by the cuts of one line, or of one block where gradients are off."""
+    return cut.kind, cut.entered if cut.kind == "no_grad" else cut.location or cut.call
 
 
 def _result_of(cut: Cut) -> str:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from .._table import fitted, html_table, table
-from .tracer import Location
+from .lines import Location
 
 Code = Literal[
     "disconnected", "detached", "no_grad", "integer_dtype", "zero_derivative", "all_zero", "vanishing", "nonfinite",

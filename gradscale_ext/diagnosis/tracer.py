@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import linecache
-import numbers
 import operator
-import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
+from .calls import (
+    ARITHMETIC,
+    ESCAPES,
+    FACTORIES,
+    is_followed,
+    is_fraction,
+    name_of,
+    operands_of,
+    takes_number,
+    tensors_in,
+    written,
+)
 from .graph import (
     DEEP,
     free_without_recursion,
@@ -30,51 +36,12 @@ from .graph import (
     metadata,
     walk,
 )
+from .lines import Location, users_line
+from .outside import Outside
 
-_PACKAGES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-#: Beginnings of the paths of files whose lines are never the user's.
-_NOT_THE_USERS = (*(package + os.sep for package in _PACKAGES), copy.__file__, contextlib.__file__)
-
-#: Calls whose results do not depend on the values of their operands, or that update parameters.
-_NOT_FOLLOWED = {"grad", "_base", "requires_grad_", "backward", "broadcast_tensors"}
-_NOT_FOLLOWED_PREFIXES = ("new_", "_foreach_", "_fused_")
-#: Calls that make tensors from Python or NumPy values.
-_FACTORIES = {
-    "tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "from_dlpack", "scalar_tensor", "full", "full_like",
-    "new_tensor", "new_full",
-}  # fmt: skip
-#: Operations that may have a Python or NumPy number as an operand, by their names without underscores at the ends.
-_ARITHMETIC = {
-    "add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "div", "truediv", "rtruediv", "itruediv",
-    "true_divide", "multiply", "divide", "subtract", "pow", "rpow", "setitem", "fill", "where", "lerp",
-}  # fmt: skip
-#: Calls that read only the form (shape, dtype, device) of their first operand, or of the others.
-_FORM_OF_FIRST = {"new_tensor", "new_full", "full_like"}
-_FORM_OF_OTHERS = {"type_as", "to", "expand_as", "view_as", "reshape_as"}
 #: A value counts as the one that was cut off if at most this number of calls are between it and the cut:
 #: `x / x.pow(2).mean().sqrt().detach()` has three.
 _FEW = 3
-#: Calls through which a value leaves PyTorch.
-_ESCAPES = {
-    "item", "tolist", "numpy", "__array__", "__float__", "__int__", "__index__", "__complex__", "__dlpack__",
-    "__cuda_array_interface__", "__reduce_ex__", "untyped_storage",
-}  # fmt: skip
-
-
-class Location(NamedTuple):
-    """A line of the user's code."""
-
-    file: str
-    line: int
-
-    def __str__(self) -> str:
-        inside = os.path.relpath(self.file) if self.file.startswith(os.getcwd() + os.sep) else self.file
-        return f"{inside}:{self.line}"
-
-    @property
-    def source(self) -> str:
-        """The text of the line, where its file can be read."""
-        return linecache.getline(self.file, self.line).strip()
 
 
 @dataclass(frozen=True)
@@ -86,6 +53,15 @@ class Cut:
     location: Location | None
     entered: Location | None = None
     """The line that turned gradients off."""
+
+
+class Escape(NamedTuple):
+    """A call through which values left PyTorch."""
+
+    call: str
+    location: Location | None
+    cuts: tuple[Cut, ...]
+    """The cuts behind the values; the call itself is one where they had a gradient."""
 
 
 class _Origin(NamedTuple):
@@ -108,7 +84,7 @@ class _History(NamedTuple):
     depth: int = 0
     """Number of calls behind the value."""
     outside: int = 0
-    """Number of escapes that had happened when a number from outside PyTorch last went into the value."""
+    """Number of escapes that had happened when any number from outside PyTorch last went into the value."""
     has_data: bool = False
     """True if the value depends on anything but parameters."""
     fresh: Mapping[Cut, _Origin] = {}
@@ -139,10 +115,11 @@ class _History(NamedTuple):
 class GradientTracer(TorchFunctionMode):
     """Watches a forward pass, so that `diagnose_gradients` can name the call and the line where a graph was cut.
 
-    Every call of PyTorch in the `with` block is watched, with its operands and results. The tracer computes nothing and
-    keeps no tensor alive. It can be entered again after the block, and then reports the last block only. Modules
-    compiled with `torch.compile` run eagerly in the block; calls inside `torch.func` transforms are not watched. Each
-    call takes longer than without a tracer.
+    Every call of PyTorch in the `with` block is watched, with its operands and results. Values that leave PyTorch and
+    come back, through NumPy, a list or a file, are recognised by their memory or their numbers, of which the tracer
+    keeps copies. It keeps no tensor alive, and calls no operation that another mode sees. It can be entered again after
+    the block, and then reports the last block only. Modules compiled with `torch.compile` run eagerly in the block;
+    calls inside `torch.func` transforms are not watched. Each call takes longer than without a tracer.
 
     Raises:
         RuntimeError: it is entered while it is active.
@@ -167,13 +144,18 @@ class GradientTracer(TorchFunctionMode):
         # Histories of values with a node, by their memory. A tensor that shares this memory but has no node was made
         # by a call that no mode sees.
         self._made: MutableMapping[torch.UntypedStorage, _History] = WeakIdKeyDictionary()
+        # Memory that other libraries may use too, by its address.
+        self._addresses: dict[tuple[torch.device, int], WeakIdRef] = {}
         self._active = False
         self._begin()
 
     def _begin(self) -> None:
         self.calls = 0
         self._used = 0
-        self._escapes: dict[Cut, int] = {}
+        self._escapes: dict[Escape, _History] = {}
+        self._outside: Outside[Escape] = Outside()
+        # Histories of tensors that no watched call made, by their memory, each with the state that it was looked at in.
+        self._unseen: MutableMapping[torch.UntypedStorage, tuple[Any, _History]] = WeakIdKeyDictionary()
         self._gradients_off: Location | None = None
 
     def __enter__(self) -> GradientTracer:
@@ -225,14 +207,18 @@ class GradientTracer(TorchFunctionMode):
         history = self._history(result)
         return [cut for cut in history.cuts if cut in history.relevant]
 
-    def escapes(self, leaf: torch.Tensor, result: torch.Tensor | None = None) -> list[Cut]:
+    def escapes(self, leaf: torch.Tensor, result: torch.Tensor | None = None) -> list[Escape]:
         """Calls by which values that depend on a leaf left PyTorch.
 
         With `result`: only calls before a number from outside last went into the result.
         """
         bit = self._bits.get(leaf, 0)
         end = None if result is None else self._history(result).outside
-        return [cut for cut, leaves in list(self._escapes.items())[:end] if leaves & bit]
+        escapes = [
+            escape._replace(cuts=tuple(cut for cut, lost in left.cuts.items() if lost & bit))
+            for escape, left in list(self._escapes.items())[:end]
+        ]
+        return [escape for escape in escapes if escape.cuts]
 
     def knows(self, root: Node) -> bool:
         """Return True if the tracer was active, or may have been, while part of the graph was recorded."""
@@ -248,35 +234,33 @@ class GradientTracer(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Make the call, and note what it did."""
         kwargs = kwargs or {}
-        name = _name(func)
+        name = name_of(func)
         if name == "_set_grad_enabled":
-            self._gradients_off = None if args[0] else self._gradients_off or _users_line()
-        if not self._active or not _is_followed(name) or torch._C._are_functorch_transforms_active():
+            self._gradients_off = None if args[0] else self._gradients_off or users_line()
+        if not self._active or not is_followed(name) or torch._C._are_functorch_transforms_active():
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            operands = _tensors(_operands(name, args, kwargs))
+            operands = tensors_in(operands_of(name, args, kwargs))
             taken = [_Taken(t, gradient_function(t), self._history(t)) for t in operands]
-            comes_in = bool(self._escapes) and (_takes_number(name, args, kwargs) or any(map(_is_array, taken)))
-            outside = len(self._escapes) if comes_in else 0
+            if self._escapes:
+                numbers = self._history_of_numbers(name, [*args, *kwargs.values()])
+                taken += [_Taken(_NUMBERS, None, numbers)] if numbers.cuts or numbers.outside else []
         result = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            self._note(name, outside, taken, [*_written(name, args, kwargs), *_tensors(result)])
+            self._note(name, taken, [*written(name, args, kwargs), *tensors_in(result)])
         return result
 
-    def _note(self, name: str, outside: int, taken: list[_Taken], given: list[torch.Tensor]) -> None:
+    def _note(self, name: str, taken: list[_Taken], given: list[torch.Tensor]) -> None:
         self.calls += bool(given)
-        value = _History(outside=outside, has_data=outside > 0)
-        for _, _, history in taken:
-            value = value | history
+        value = functools.reduce(operator.or_, (t.history for t in taken), _History())
         if not (value.live or value.cuts or value.outside):
             return
-        location = _users_line()
-        if name in _ESCAPES:
-            cut = Cut("detached", name, location)
-            self._escapes[cut] = self._escapes.get(cut, 0) | _union([value.live, *value.cuts.values()])
-        if value.has_data and (given or name in _ESCAPES):
+        location = users_line()
+        if name in ESCAPES and (value.live or value.cuts):
+            self._leave(name, location, taken, value)
+        if value.has_data and (given or name in ESCAPES):
             # Writing to a parameter does not use its value.
-            read = [t.history for t in taken if not (t.tensor.is_leaf and any(t.tensor is g for g in given))]
+            read = [t.history for t in taken if not any(t.tensor is g and g.is_leaf for g in given)]
             self._used |= _union(leaves for history in read for leaves in (history.live, *history.cuts.values()))
         for tensor in given:
             node = gradient_function(tensor)
@@ -306,6 +290,55 @@ class GradientTracer(TorchFunctionMode):
             return Cut("no_grad", name, location, self._gradients_off)
         return Cut("detached", name, location)
 
+    # ---- Values that leave PyTorch and come back --------------------------------------------------------------------
+
+    def _leave(self, name: str, location: Location | None, taken: list[_Taken], value: _History) -> None:
+        """Note that a value leaves. The call is a cut, unless the value has been cut off before."""
+        if value.live:
+            cut, origin = Cut("detached", name, location), self._origin(taken, value.has_data)
+            value = value._replace(live=0) | _History(cuts={cut: value.live}, fresh={cut: origin})
+        escape = Escape(name, location, tuple(value.cuts))
+        self._escapes[escape] = self._escapes.get(escape, _History())._replace(fresh={}) | value
+        for operand in taken:
+            self._outside.leave(escape, operand.tensor)
+            self._may_be_shared(_memory(operand.tensor))
+
+    def _history_outside(self, values: Iterable[Any]) -> _History:
+        """History of values from outside, which depend on parameters as far as they have left PyTorch before."""
+        ways = dict.fromkeys(way for value in values for way in self._outside.ways_of(value))
+        return functools.reduce(operator.or_, (self._escapes[way] for way in ways), _NO_HISTORY)
+
+    def _history_of_numbers(self, name: str, values: list[Any]) -> _History:
+        """History of the Python and NumPy numbers that a call takes."""
+        taken = (v for v in values if not isinstance(v, torch.Tensor) and (name in FACTORIES or is_fraction(v)))
+        history = self._history_outside(taken)
+        return history._replace(outside=len(self._escapes)) if takes_number(name, values) else history
+
+    def _history_of_unseen(self, tensor: torch.Tensor, memory: torch.UntypedStorage) -> _History:
+        """History of a tensor that no watched call made. Modes see neither `torch.from_numpy` nor `torch.Tensor`."""
+        is_shared = not memory.resizable()  # with an array, which may have been written to since the last look
+        state = (self._outside.count if is_shared else 0, tensor.dtype)
+        if memory not in self._unseen or self._unseen[memory][0] != state:
+            original = self._original(memory) if is_shared else memory
+            history = self._histories.get(original, _NO_HISTORY)
+            if self._escapes and not history.cuts:
+                history = self._history_outside([tensor])
+            if original in self._made and not history.cuts:
+                history = self._cut_unseen(tensor, self._made[original])
+            self._unseen[memory] = state, history._replace(outside=len(self._escapes) if is_shared else 0)
+        return self._unseen[memory][1]
+
+    def _may_be_shared(self, memory: torch.UntypedStorage | None) -> None:
+        """Note the address of memory that another library may use."""
+        if memory is not None and memory.device.type != "meta" and memory.data_ptr():
+            self._addresses[memory.device, memory.data_ptr()] = WeakIdRef(memory)
+
+    def _original(self, memory: torch.UntypedStorage) -> torch.UntypedStorage:
+        """The memory of a watched value that came back from another library as memory of its own."""
+        reference = self._addresses.get((memory.device, memory.data_ptr()))
+        known = reference() if reference is not None else None
+        return memory if known is None or known.data_ptr() != memory.data_ptr() else known
+
     # ---- Relevant cuts ----------------------------------------------------------------------------------------------
 
     def _relevant(self, name: str, taken: list[_Taken]) -> Iterator[Cut]:
@@ -313,7 +346,7 @@ class GradientTracer(TorchFunctionMode):
         for operand in taken:
             others = [t for t in taken if t is not operand and t.history.live]
             for cut, origin in operand.history.fresh.items():
-                if name.strip("_") not in _ARITHMETIC or not any(self._is_one_of(origin, other) for other in others):
+                if name.strip("_") not in ARITHMETIC or not any(self._is_one_of(origin, other) for other in others):
                     yield cut
 
     def _is_one_of(self, origin: _Origin, operand: _Taken) -> bool:
@@ -362,6 +395,7 @@ class GradientTracer(TorchFunctionMode):
                 self._made[memory] = history
         elif (history.cuts or history.outside) and (memory := _memory(tensor)) is not None:
             self._histories[memory] = history._replace(live=0)
+            self._may_be_shared(memory)
 
     def _history(self, tensor: torch.Tensor) -> _History:
         node = gradient_function(tensor)
@@ -371,7 +405,7 @@ class GradientTracer(TorchFunctionMode):
         if memory is not None:
             if memory in self._made and memory not in self._histories:
                 self._histories[memory] = self._cut_unseen(tensor, self._made[memory])
-            history = self._histories.get(memory, _NO_HISTORY)
+            history = self._histories.get(memory) or self._history_of_unseen(tensor, memory)
         if not tensor.requires_grad:
             return history
         bit = self._bit(tensor)
@@ -383,7 +417,7 @@ class GradientTracer(TorchFunctionMode):
     def _cut_unseen(self, tensor: torch.Tensor, made: _History) -> _History:
         """History of a tensor that was made from a value by a call that no mode sees, such as `nn.Parameter(h)`."""
         call = "nn.Parameter" if isinstance(tensor, torch.nn.Parameter) else "a call that the tracer does not see"
-        cut = Cut("detached", call, _users_line())
+        cut = Cut("detached", call, users_line())
         return made._replace(live=0, relevant=frozenset()) | _History(cuts={cut: made.live}, fresh={cut: _Origin()})
 
     def _history_of(self, node: Node) -> _History:
@@ -416,64 +450,12 @@ class _Taken(NamedTuple):
     history: _History
 
 
+#: Represents the Python and NumPy numbers that a call takes.
+_NUMBERS = torch.empty(0)
+
+
 def _union(sets: Iterable[int]) -> int:
     return functools.reduce(operator.or_, sets, 0)
-
-
-def _name(func: Any) -> str:
-    """Name of a function; a property's own name where it is read, followed by "=" where it is set."""
-    name: str = getattr(func, "__name__", type(func).__name__)
-    if name in ("__get__", "__set__"):
-        return getattr(func.__self__, "__name__", name) + ("=" if name == "__set__" else "")
-    return name
-
-
-def _is_followed(name: str) -> bool:
-    sets_another_property = name.endswith("=") and name != "data="
-    skipped = name in _NOT_FOLLOWED or name.startswith(_NOT_FOLLOWED_PREFIXES) or name.endswith("_like")
-    return not (sets_another_property or (skipped and name not in _FACTORIES))
-
-
-def _operands(name: str, args: Any, kwargs: Any) -> Any:
-    """Arguments whose values go into the result."""
-    if name in _FORM_OF_FIRST:
-        return args[1:], kwargs
-    return args[:1] if name in _FORM_OF_OTHERS else (args, kwargs)
-
-
-def _is_array(taken: _Taken) -> bool:
-    """Return True if another library owns an operand's memory. No mode sees `torch.from_numpy`."""
-    memory = _memory(taken.tensor) if taken.history is _NO_HISTORY else None
-    return memory is not None and not memory.resizable()
-
-
-def _takes_number(name: str, args: Any, kwargs: Any) -> bool:
-    """Return True if an argument is a Python or NumPy number, and not a literal in the calling function."""
-    frame = _users_frame()
-    literals = frame.f_code.co_consts if frame is not None else ()
-    values = [*args, *kwargs.values()]
-    if name in _FACTORIES:
-        return not all(isinstance(value, numbers.Number) and value in literals for value in values[:1])
-    floats = [v for v in values if isinstance(v, numbers.Real) and not isinstance(v, numbers.Integral)]
-    return name.strip("_") in _ARITHMETIC and any(value not in literals for value in floats)
-
-
-def _written(name: str, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """Tensors that a call writes to: the first operand of `add_`, `x[i] = y` and `x.data = y`, and `out=`."""
-    if name in ("__setitem__", "data=") or (name.endswith("_") and not name.endswith("__")):
-        yield from _tensors(args[:1])
-    yield from _tensors(kwargs.get("out"))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in nested tuples, lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _memory(tensor: torch.Tensor) -> torch.UntypedStorage | None:
@@ -481,16 +463,3 @@ def _memory(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return tensor.untyped_storage()
     except NotImplementedError:  # sparse tensors, and wrappers
         return None
-
-
-def _users_frame() -> FrameType | None:
-    """The innermost frame outside of PyTorch and this package."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-        frame = frame.f_back
-    return frame
-
-
-def _users_line() -> Location | None:
-    frame = _users_frame()
-    return None if frame is None else Location(frame.f_code.co_filename, frame.f_lineno)
