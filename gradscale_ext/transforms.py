@@ -92,10 +92,11 @@ def signed_parabolic(x: torch.Tensor, eps: float = 1e-3) -> torch.Tensor:
 
 
 def _root(magnitude: torch.Tensor, eps: float) -> torch.Tensor:
-    """``sqrt(1/4 + eps (|x| + 1 + eps))``; for ``eps > 1`` as a product of roots, which cannot overflow."""
+    """``sqrt(1/4 + eps (|x| + 1 + eps))``; for ``eps > 1`` as a product of roots, and of a fourth of the sum, because
+    the product and the sum may overflow."""
     if eps <= 1:
         return (0.25 + eps * (magnitude + 1 + eps)).sqrt()
-    return math.sqrt(eps) * (magnitude + (1 + eps + 0.25 / eps)).sqrt()
+    return 2 * math.sqrt(eps) * (magnitude / 4 + (1 + eps + 0.25 / eps) / 4).sqrt()
 
 
 def symlog(x: torch.Tensor) -> torch.Tensor:
