@@ -86,7 +86,7 @@ $(VENV)/nvdisasm: $(VENV)/torch
 	$(PIP) nvidia-cuda-nvdisasm
 	@touch $@
 
-SIMULATED := cuda returns
+SIMULATED := cuda extremes returns
 
 simulated: $(VENV)/pytest $(VENV)/nvrtc $(VENV)/driver.so
 	PTX_RACES=1 GRADSCALE_CACHE_DIR=$(VENV)/kernels $(PYTEST) --simulated-kernels=$(VENV)/driver.so $(SIMULATED:%=tests/test_%.py) tests/fuzz/test_returns.py

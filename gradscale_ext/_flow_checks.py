@@ -87,8 +87,8 @@ def bounds(operator: str, min: Any, max: Any) -> tuple[float | torch.Tensor, flo
     low = -math.inf if min is None else real(operator, "min", min)
     high = math.inf if max is None else real(operator, "max", max)
     if isinstance(low, torch.Tensor) or isinstance(high, torch.Tensor):
-        low = low if isinstance(low, torch.Tensor) else torch.tensor(low, dtype=_context.widest())
-        high = high if isinstance(high, torch.Tensor) else torch.tensor(high, dtype=_context.widest())
+        device = low.device if isinstance(low, torch.Tensor) else high.device  # type: ignore[union-attr]
+        low, high = (x if isinstance(x, torch.Tensor) else _context.as_tensor(x, device) for x in (low, high))
     elif not low <= high:
         raise ValueError(
             f"{operator}: min must not be greater than max, and neither may be NaN, but they are {low} and {high}"

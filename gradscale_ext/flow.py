@@ -258,15 +258,28 @@ def _clip_gradient_norm(
 class _Operator(torch.nn.Module):
     """Base of the module forms. Numbers are buffers, so that a schedule may change them without recompiling."""
 
+    _initial: dict[str, float]
+
     if TYPE_CHECKING:  # torch.nn.Module says that a call returns Any
 
         def __call__(self, x: Tree) -> Tree: ...
 
     def _keep(self, **values: float | torch.Tensor | None) -> None:
         """Register numbers as scalars in the widest dtype, tensors as they are."""
+        self._initial = {}
         for name, value in values.items():
-            is_number = value is not None and not isinstance(value, torch.Tensor)
-            self.register_buffer(name, torch.tensor(value, dtype=_context.widest()) if is_number else value)  # type: ignore[arg-type]
+            if value is not None and not isinstance(value, torch.Tensor):
+                self._initial[name] = value
+                value = torch.tensor(value, dtype=_context.widest())
+            self.register_buffer(name, value)
+
+    def reset_parameters(self) -> None:
+        """Set the buffers to the numbers that the module was built with; a buffer that was given as a tensor stays.
+
+        `to_empty()` calls it for a module that was built on the meta device, as FSDP does for the layers of PyTorch.
+        """
+        for name, number in self._initial.items():
+            self._buffers[name].fill_(number)  # type: ignore[union-attr]
 
     def _apply(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> _Operator:
         """Let `.to()` and `.half()` move the buffers, but round them only for a device that has no float64."""
@@ -280,7 +293,9 @@ class _Operator(torch.nn.Module):
         super()._apply(function, recurse)  # type: ignore[no-untyped-call]
         for name, value in buffers.items():
             moved = getattr(self, name)
-            if moved.dtype != value.dtype:
+            if value.is_meta and not moved.is_meta:
+                self.reset_parameters()
+            elif moved.dtype != value.dtype:
                 setattr(self, name, value.to(moved.device))
         return self
 
@@ -292,8 +307,8 @@ class _Operator(torch.nn.Module):
         """The arguments."""
         text = []
         for name, value in self._shown().items():
-            is_scalar = isinstance(value, torch.Tensor) and value.dim() == 0
-            text.append(f"{name}={value.item() if is_scalar else value}")
+            is_number = isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_meta
+            text.append(f"{name}={value.item() if is_number else value}")
         return ", ".join(text)
 
 
@@ -381,6 +396,7 @@ class ClipGradientNorm(_NormOperator):
         self._keep(max_norm=_flow_checks.limit("ClipGradientNorm", "max_norm", max_norm))
         self._group = group_of("ClipGradientNorm", process_group)
         self.register_buffer("counts", torch.zeros(2, dtype=torch.int64), persistent=False)
+        self._initial["counts"] = 0
 
     @property
     def seen(self) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from . import _context, _distributed, _numbers, _remedies
 from ._native import _C
 from .reference import supports as reference
-from .transforms import TRANSFORMS
+from .transforms import LARGEST_FLOAT32, TRANSFORMS, checked_eps, largest_transformed
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Support:
         maximum: last centre, above `minimum`.
         num_bins: S, at least 2.
         transform: "identity", "signed_hyperbolic" (MuZero) or "symlog" (DreamerV3, TD-MPC2).
-        eps: the epsilon of "signed_hyperbolic", at least 0.
+        eps: the epsilon of "signed_hyperbolic", at least 0 and finite in float32.
         space: the coordinates in which targets are interpolated and expectations computed. "transformed": the
             coordinates of the centres; the expectation is transformed back afterwards (MuZero, appendix F; TD-MPC2).
             "raw": the centres are transformed back first, which makes the decoded value an unbiased estimate
@@ -61,26 +61,23 @@ class Support:
             )
         if self.transform not in TRANSFORMS:
             raise ValueError(f"Support: transform must be one of {', '.join(TRANSFORMS)}, but it is {self.transform!r}")
-        self._check_spacing()
-        if not 0 <= self.eps < math.inf:
-            raise ValueError(f"Support: eps must be finite and at least 0, but it is {self.eps}")
         if self.space not in ("transformed", "raw"):
             raise ValueError(f"Support: space must be 'transformed' or 'raw', but it is {self.space!r}")
-        if self.space == "raw" and not reference.raw_centers(self, torch.float32).isfinite().all():
-            raise ValueError(
-                "Support: the centres transformed back must be finite in float32 for space='raw', but the centres of "
-                f"minimum = {self.minimum} and maximum = {self.maximum} are not"
-            )
+        checked_eps("Support", self.eps)
+        self._check_spacing()
 
     def _check_spacing(self) -> None:
-        """Refuse centres that overflow float32, whose raw values overflow float64, or that are equal in float64."""
+        """Refuse centres that overflow float32, whose raw values overflow float64, or that are equal in float64. For
+        space="raw", the raw values must be finite in float32 too, in which they are summed."""
         largest = max(abs(self.minimum), abs(self.maximum))
-        limit = math.log(sys.float_info.max) if self.transform == "symlog" else torch.finfo(torch.float32).max
+        limit = math.log(sys.float_info.max) if self.transform == "symlog" else LARGEST_FLOAT32
+        if self.space == "raw":
+            limit = min(limit, largest_transformed(self.transform, self.eps))
         spacing = (self.maximum - self.minimum) / (self.num_bins - 1)
         if not largest <= limit:
             raise ValueError(
                 f"Support: minimum and maximum must be from {-limit:.6g} to {limit:.6g} for transform = "
-                f"{self.transform!r}, but they are {self.minimum} and {self.maximum}"
+                f"{self.transform!r} and space = {self.space!r}, but they are {self.minimum} and {self.maximum}"
             )
         if not spacing >= max(math.ulp(largest), sys.float_info.min):
             raise ValueError(

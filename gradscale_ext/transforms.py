@@ -11,6 +11,7 @@ from . import _numbers
 
 #: Names of the transforms. The kernels identify a transform by its index here.
 TRANSFORMS = ("identity", "signed_hyperbolic", "symlog")
+LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
 
 def _in_float32(x: torch.Tensor) -> torch.Tensor:
@@ -30,10 +31,11 @@ def _with_infinity(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Te
     return torch.where(is_infinite, beyond, function(torch.where(is_infinite, 0, x)))
 
 
-def _checked_eps(function: str, eps: float) -> float:
+def checked_eps(function: str, eps: float) -> float:
+    """The epsilon of the hyperbolic transforms as a float. One beyond float32 would be infinite in its arithmetic."""
     eps = _numbers.real(f"{function}: eps", eps)
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"{function}: eps must be finite and at least 0, but it is {eps}")
+    if not 0 <= eps <= LARGEST_FLOAT32:
+        raise ValueError(f"{function}: eps must be at least 0 and finite in float32, but it is {eps}")
     return eps
 
 
@@ -42,7 +44,7 @@ def signed_hyperbolic(x: torch.Tensor, eps: float = 1e-3) -> torch.Tensor:
 
     Args:
         x: floating tensor of any shape.
-        eps: weight of the linear term, at least 0. If positive, it bounds the slope of h⁻¹.
+        eps: weight of the linear term, at least 0 and finite in float32. If positive, it bounds the slope of h⁻¹.
 
     Returns:
         Tensor of the shape and dtype of `x`, with a relative error of at most 4e-7 in float32 over the whole range. The
@@ -54,7 +56,7 @@ def signed_hyperbolic(x: torch.Tensor, eps: float = 1e-3) -> torch.Tensor:
     tensor([ 0.,  1., -1.])
     """
 
-    eps = _checked_eps("signed_hyperbolic", eps)
+    eps = checked_eps("signed_hyperbolic", eps)
 
     def h(y: torch.Tensor) -> torch.Tensor:
         # (sqrt(a+1) - 1) / a = 1 / (sqrt(a+1) + 1): no cancellation, and the derivative at 0 exists.
@@ -80,7 +82,7 @@ def signed_parabolic(x: torch.Tensor, eps: float = 1e-3) -> torch.Tensor:
     tensor([ 0.,  3., -3.])
     """
 
-    eps = _checked_eps("signed_parabolic", eps)
+    eps = checked_eps("signed_parabolic", eps)
 
     def inverse(y: torch.Tensor) -> torch.Tensor:
         u = y if eps == 0 else y / (_root(y.abs(), eps) + 0.5 + eps)
@@ -90,10 +92,11 @@ def signed_parabolic(x: torch.Tensor, eps: float = 1e-3) -> torch.Tensor:
 
 
 def _root(magnitude: torch.Tensor, eps: float) -> torch.Tensor:
-    """``sqrt(1/4 + eps (|x| + 1 + eps))``; for ``eps > 1`` as a product of roots, which cannot overflow."""
+    """``sqrt(1/4 + eps (|x| + 1 + eps))``; for ``eps > 1`` as a product of roots, and of a fourth of the sum, because
+    the product and the sum may overflow."""
     if eps <= 1:
         return (0.25 + eps * (magnitude + 1 + eps)).sqrt()
-    return math.sqrt(eps) * (magnitude + (1 + eps + 0.25 / eps)).sqrt()
+    return 2 * math.sqrt(eps) * (magnitude / 4 + (1 + eps + 0.25 / eps) / 4).sqrt()
 
 
 def symlog(x: torch.Tensor) -> torch.Tensor:
@@ -137,6 +140,13 @@ def transform(x: torch.Tensor, name: str, eps: float) -> torch.Tensor:
     if name == "signed_hyperbolic":
         return signed_hyperbolic(x, eps)
     return symlog(x) if name == "symlog" else x
+
+
+def largest_transformed(name: str, eps: float) -> float:
+    """The transform of the largest float32 number, without a tensor."""
+    if name == "signed_hyperbolic":
+        return LARGEST_FLOAT32 * (1 / (math.sqrt(LARGEST_FLOAT32 + 1) + 1) + eps)
+    return math.log1p(LARGEST_FLOAT32) if name == "symlog" else LARGEST_FLOAT32
 
 
 def inverse_transform(x: torch.Tensor, name: str, eps: float) -> torch.Tensor:

@@ -15,6 +15,8 @@ import os
 import pytest
 import torch
 from contexts import CASES, POINT, WEIGHTS
+from exact import check_close as check_exact
+from exact import rows_of
 from test_adaptive import assert_clipped, parameters_of
 from test_loss import ALL_HEADS, OPTIONS, arguments, leaves
 from test_returns import FLAGS, FUNCTIONS, call, window_data
@@ -501,6 +503,22 @@ def test_quantiles_next_to_their_targets(kappa, device):
     targets = torch.tensor([[1e-40], [-1e-45], [0.0]], device=device)
     loss = gs.multi_step_loss({"q": gs.QuantileHuber(kappa=kappa)}, {"q": [x]}, {"q": [targets]}, reduction="sum").loss
     assert torch.autograd.grad(loss, x)[0].tolist() == [[-0.25, -0.75], [0.75, 0.25], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("prediction", ["q", "p"])
+@pytest.mark.parametrize("unimix", [5e-324, 1e-45, 1e-30, 1e-20])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_a_uniform_share_next_to_small_probabilities(dtype, unimix, prediction, device):
+    generator = torch.Generator().manual_seed(0)
+    choices = torch.tensor([0.0, 1.0, -80.0, -300.0], dtype=dtype)
+    logits, targets = choices[torch.randint(4, (2, 6, 2, 5), generator=generator)]
+    head = gs.CategoricalKL(unimix=unimix, prediction=prediction)
+    truth = rows_of(head, logits, targets)
+    x = logits.to(device).requires_grad_()
+    out = gs.multi_step_loss({"kl": head}, {"kl": [x]}, {"kl": [targets.to(device)]}, reduction="sum")
+    check_exact(out.per_step["kl"].cpu(), truth.loss, truth.loss_error, "loss")
+    gradient = torch.autograd.grad(out.loss, x)[0].cpu()
+    check_exact(gradient, truth.gradient, truth.gradient_error, "gradient")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

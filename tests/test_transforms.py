@@ -76,8 +76,9 @@ def test_the_inverse_overflows_only_where_its_exact_value_does(x, eps, sign):
 @pytest.mark.parametrize("function", [gs.signed_hyperbolic, gs.signed_parabolic])
 def test_wrong_eps(function):
     for eps, error, words in (
-        (-0.1, ValueError, r"finite and at least 0, but it is -0\.1"),
-        (math.nan, ValueError, "finite and at least 0, but it is nan"),
+        (-0.1, ValueError, r"at least 0 and finite in float32, but it is -0\.1"),
+        (math.nan, ValueError, "at least 0 and finite in float32, but it is nan"),
+        (1e39, ValueError, r"at least 0 and finite in float32, but it is 1e\+39"),
         (torch.ones(2), TypeError, "a number, but it is of type Tensor"),
     ):
         with pytest.raises(error, match=f"^{function.__name__}: eps must be {words}"):

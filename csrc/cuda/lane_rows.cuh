@@ -387,6 +387,7 @@ GRADSCALE_HOST_DEVICE constexpr int lane_blocks(int others) {
 // the middle.
 struct BinSums {
   enum Sum { kSum, kMoment, kShifted };
+  static constexpr float kShiftedUnit = 0x1p-16f; // so that a sum of differences does not overflow
 
   template <class Units>
   GRADSCALE_DEVICE static float target(const Units&, int, float t) {
@@ -397,7 +398,7 @@ struct BinSums {
     sums[kSum] += e;
     sums[kMoment] += e * Units::distance(n);
     if constexpr (count > kShifted) {
-      sums[kShifted] += units.exists(n) ? d : 0.0f;
+      sums[kShifted] = fmaf(units.exists(n) ? d : 0.0f, kShiftedUnit, sums[kShifted]);
     }
   }
   template <class Units, int count>

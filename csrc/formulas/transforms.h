@@ -18,11 +18,13 @@ GRADSCALE_HOST_DEVICE T signed_hyperbolic(T x, T eps) {
 }
 
 // v = y / (sqrt(1/4 + eps (|y|+1+eps)) + 1/2 + eps), for which (|v| + 1)^2 = |x| + 1 if h(x) = y. For eps > 1, the root
-// is computed as sqrt(eps) sqrt(|y|+1+eps + 1/(4 eps)), because the product may overflow.
+// is computed as 2 sqrt(eps) sqrt((|y|+1+eps + 1/(4 eps)) / 4), because the product and the sum may overflow.
 template <class T>
 GRADSCALE_HOST_DEVICE T hyperbolic_root(T y, T eps) {
-  const T sum = std::abs(y) + T(1) + eps;
-  const T root = eps <= T(1) ? std::sqrt(T(0.25) + eps * sum) : std::sqrt(eps) * std::sqrt(sum + T(0.25) / eps);
+  const T size = std::abs(y), rest = T(1) + eps;
+  const T root = eps <= T(1)
+      ? std::sqrt(T(0.25) + eps * (size + rest))
+      : T(2) * std::sqrt(eps) * std::sqrt(T(0.25) * size + T(0.25) * (rest + T(0.25) / eps));
   return y / (root + T(0.5) + eps);
 }
 

@@ -15,6 +15,12 @@ namespace gradscale {
 //
 // Without unimix, s p / q is p, and L is the difference of two log_softmax, which stays exact where p or q underflow.
 
+enum class Mixture {
+  none,          // no unimix
+  probabilities, // the sum of the softmax and the uniform share
+  logarithms     // the same from logarithms, for a share so small that the sum or p / q might not be a normal number
+};
+
 // The values that the elements of a group share.
 template <class A>
 struct GroupSoftmax {
@@ -32,26 +38,30 @@ struct DivergenceTerms {
 
 template <class A>
 struct CategoricalKL {
-  A share;      // 1 - unimix: the factor of the softmax
-  A everywhere; // unimix / classes: added to each class
+  A share;              // 1 - unimix: the factor of the softmax
+  A everywhere;         // unimix / classes: added to each class
+  A log_everywhere = 0; // its logarithm, for Mixture::logarithms
+  Mixture mixture;
   bool predicts_p;
   double free_nats;
 
   GRADSCALE_HOST_DEVICE CategoricalKL(const Head& head, const Segment& s)
       : share(static_cast<A>(1 - head.unimix)),
         everywhere(static_cast<A>(head.unimix / static_cast<double>(s.last_size))),
+        mixture(head.unimix == 0 ? Mixture::none : Mixture::probabilities),
         predicts_p(head.predicts_p),
         free_nats(head.free_nats) {
-    constexpr A smallest = A(1e-30); // less is treated as 0: p / q might not be a normal number
-    everywhere = everywhere < smallest ? A(0) : everywhere;
+    // Next to a smaller share, an exponential that was rounded to 0 would be missed.
+    constexpr A smallest = std::numeric_limits<A>::min() * static_cast<A>(int64_t(1) << std::numeric_limits<A>::digits);
+    if (mixture == Mixture::probabilities && everywhere < smallest) {
+      mixture = Mixture::logarithms;
+      log_everywhere = static_cast<A>(std::log(head.unimix) - std::log(static_cast<double>(s.last_size)));
+    }
   }
 
-  GRADSCALE_HOST_DEVICE bool mixes() const {
-    return everywhere != A(0);
-  }
-  // The terms of one class, from the exponentials of prediction and target. Without unimix, the logarithm is computed
-  // from the differences of the logits from their maxima, `prediction_below` and `target_below`.
-  template <bool mixes, bool predicts_p>
+  // The terms of one class, from the exponentials of prediction and target. Unless probabilities are mixed, the
+  // logarithm is computed from the differences of the logits from their maxima, `prediction_below` and `target_below`.
+  template <Mixture kind, bool predicts_p>
   GRADSCALE_HOST_DEVICE DivergenceTerms<A> terms(
       A x_exponential,
       A t_exponential,
@@ -60,20 +70,30 @@ struct CategoricalKL {
       const GroupSoftmax<A>& x,
       const GroupSoftmax<A>& t) const {
     const A softmax = x_exponential * x.inverse_sum, other_softmax = t_exponential * t.inverse_sum;
-    const A predicted = mixes ? softmax * share + everywhere : softmax;
-    const A wanted = mixes ? other_softmax * share + everywhere : other_softmax;
-    const A p = predicts_p ? predicted : wanted, q = predicts_p ? wanted : predicted;
-    A log_ratio, h;
-    if constexpr (mixes) {
-      const A ratio = p / q;
-      log_ratio = log_normal(ratio);
-      h = softmax * (predicts_p ? log_ratio : ratio);
+    if constexpr (kind == Mixture::probabilities) {
+      const A predicted = softmax * share + everywhere, wanted = other_softmax * share + everywhere;
+      const A p = predicts_p ? predicted : wanted, q = predicts_p ? wanted : predicted;
+      const A ratio = p / q, log_ratio = log_normal(ratio);
+      return {p * log_ratio, softmax, softmax * (predicts_p ? log_ratio : ratio)};
     } else {
-      const A log_predicted = prediction_below - x.log_sum, log_wanted = target_below - t.log_sum;
-      log_ratio = predicts_p ? log_predicted - log_wanted : log_wanted - log_predicted;
-      h = predicts_p ? product(softmax, log_ratio) : p;
+      A log_predicted = prediction_below - x.log_sum, log_wanted = target_below - t.log_sum;
+      A part = 1; // of the prediction: the softmax divided by its sum with the uniform share
+      if constexpr (kind == Mixture::logarithms) {
+        log_predicted = log_mixed(log_predicted, part);
+        A part_of_target;
+        log_wanted = log_mixed(log_wanted, part_of_target);
+      }
+      const A log_ratio = predicts_p ? log_predicted - log_wanted : log_wanted - log_predicted;
+      const A p = predicts_p ? softmax : other_softmax, divergence = product(p, log_ratio);
+      return {divergence, softmax, predicts_p ? divergence : p * part};
     }
-    return {product(p, log_ratio), softmax, h};
+  }
+  // The logarithm of the sum of a softmax and the uniform share, and the softmax's part of the sum.
+  GRADSCALE_HOST_DEVICE A log_mixed(A log_softmax, A& part) const {
+    const A difference = log_softmax - log_everywhere, smaller = exp_nonpositive(-std::abs(difference));
+    const bool is_larger = difference > A(0);
+    part = (is_larger ? A(1) : smaller) / (A(1) + smaller);
+    return (is_larger ? log_softmax : log_everywhere) + log1p_unit(smaller);
   }
   // The loss of a row, and the factor of h_c - s_c sum(h), which is 0 below the free nats.
   GRADSCALE_HOST_DEVICE double loss(double divergence) const {
@@ -92,7 +112,8 @@ struct CategoricalKL {
 // and its derivative by x_i is -|tau_i - 1[u < 0]| s. If kappa is 0 or less than the smallest normal number, |u|
 // replaces huber(u) / kappa.
 
-// The slopes of one quantile for targets above and below it: tau and tau - 1. Subtracting 1 from tau would lose digits.
+// The slopes of one quantile for targets above and below it: tau and tau - 1, times the share of a pair, so that no sum
+// is larger than the loss. Subtracting 1 from tau would lose digits.
 template <class A>
 struct QuantileWeights {
   A above, below;
@@ -102,13 +123,13 @@ template <class A>
 struct QuantileHuber {
   static constexpr int64_t kPartialSum = 32; // pairs per partial sum of a quantile
   double count;                              // of quantiles
-  double pair_factor;                        // the factor of a pair's loss
+  double share;                              // of a pair in the loss
   A kappa, inverse_kappa;
   A lift; // 1; for kappa = 0 the largest number, so that |u| inverse_kappa lift > 1 also for subnormal u
 
   GRADSCALE_HOST_DEVICE QuantileHuber(const Head& head, const Segment& s)
       : count(static_cast<double>(s.width)),
-        pair_factor(1 / static_cast<double>(s.target_width) / (head.sum_over_quantiles ? 1 : count)),
+        share(1 / static_cast<double>(s.target_width) / (head.sum_over_quantiles ? 1 : count)),
         kappa(head.kappa < std::numeric_limits<A>::min() ? A(0) : finite(head.kappa)),
         inverse_kappa(finite(1 / head.kappa)),
         lift(kappa == A(0) ? std::numeric_limits<A>::max() : A(1)) {
@@ -116,7 +137,8 @@ struct QuantileHuber {
 
   GRADSCALE_HOST_DEVICE QuantileWeights<A> weights(int64_t i) const {
     const double twice = 2 * static_cast<double>(i) + 1;
-    return {static_cast<A>(twice / (2 * count)), static_cast<A>((twice - 2 * count) / (2 * count))};
+    const double unit = share / (2 * count);
+    return {static_cast<A>(twice * unit), static_cast<A>((twice - 2 * count) * unit)};
   }
   // Adds a pair to the loss of a quantile and to the negative derivative.
   GRADSCALE_HOST_DEVICE void add(A u, A above, A below, A& loss, A& slope) const {
@@ -126,11 +148,8 @@ struct QuantileHuber {
     slope += weighted;
     loss += std::abs(weighted) * (size - A(0.5) * limited);
   }
-  GRADSCALE_HOST_DEVICE double finish(double sum) const {
-    return sum * pair_factor;
-  }
-  GRADSCALE_HOST_DEVICE A factor(double coefficient) const { // the gradient divided by the slope
-    return static_cast<A>(-coefficient * pair_factor);
+  GRADSCALE_HOST_DEVICE static A factor(double coefficient) { // the gradient divided by the slope
+    return static_cast<A>(-coefficient);
   }
 
  private:

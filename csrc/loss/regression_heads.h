@@ -28,8 +28,12 @@ struct MeanOverElements {
   double width;
   const Head* head;
 
+  // Of an element in the mean. The terms have it already: their sum may overflow where the mean does not.
+  GRADSCALE_HOST_DEVICE A share() const {
+    return static_cast<A>(1 / width);
+  }
   GRADSCALE_HOST_DEVICE A finish(const Sums<A>& sums) const {
-    return sums.values[0] / static_cast<A>(width);
+    return sums.values[0];
   }
   GRADSCALE_HOST_DEVICE A factor(double coefficient) const {
     return static_cast<A>(coefficient / width);
@@ -41,7 +45,7 @@ template <class A>
 struct MeanSquaredError : MeanOverElements<A> {
   static constexpr bool kTransformsTarget = true;
   GRADSCALE_HOST_DEVICE Sums<A> terms(A x, A t) const {
-    return {{(x - t) * (x - t)}};
+    return {{(x - t) * ((x - t) * this->share())}};
   }
   GRADSCALE_HOST_DEVICE A gradient(A x, A t) const {
     return x - t;
@@ -65,7 +69,7 @@ struct Huber : MeanOverElements<A> {
   GRADSCALE_HOST_DEVICE Sums<A> terms(A x, A t) const {
     const A size = std::abs(x - t), most = delta();
     const A limited = size < most ? size : most;
-    return {{limited * (size - A(0.5) * limited)}};
+    return {{limited * ((size - A(0.5) * limited) * this->share())}};
   }
   GRADSCALE_HOST_DEVICE A gradient(A x, A t) const {
     const A difference = x - t, most = delta();
@@ -102,8 +106,8 @@ struct PerStepLoss : MeanOverElements<A> {
 
 // -x.t / (max(|x|, eps) max(|t|, eps)); gradient magnitude (x_factor x_j + t_factor t_j), where the vectors x_factor x
 // and t_factor t have length 1 or less. The sums are x.x, t.t and x.t. Doubles are first divided by their units, the
-// largest magnitudes, because their squares and the product of their lengths may overflow or underflow. For floats,
-// these are in the range of double.
+// largest magnitudes or eps, because their squares and the product of their lengths may overflow or underflow. For
+// floats, these are in the range of double.
 template <class A>
 struct NegativeCosine : MeanOverElements<A> {
   using Sum = double;
@@ -113,9 +117,12 @@ struct NegativeCosine : MeanOverElements<A> {
   double x_unit = 1, t_unit = 1, inverse_x_unit = 1, inverse_t_unit = 1;
   double x_factor = 0, t_factor = 0, magnitude = 0;
 
+  GRADSCALE_HOST_DEVICE double eps() const {
+    return larger(this->head->support.eps, std::numeric_limits<double>::min()); // 1 / eps is finite
+  }
   GRADSCALE_HOST_DEVICE void scale(double largest_x, double largest_t) {
-    x_unit = largest_x > 1e-300 ? largest_x : 1; // 1 / x_unit is finite
-    t_unit = largest_t > 1e-300 ? largest_t : 1;
+    x_unit = larger(largest_x, eps());
+    t_unit = larger(largest_t, eps());
     inverse_x_unit = 1 / x_unit;
     inverse_t_unit = 1 / t_unit;
   }
@@ -125,17 +132,18 @@ struct NegativeCosine : MeanOverElements<A> {
   }
   GRADSCALE_HOST_DEVICE double finish(const Sums<double>& sums) {
     const double x_length = std::sqrt(sums.values[0]), t_length = std::sqrt(sums.values[1]);
-    const double x_floor = this->head->support.eps / x_unit, t_floor = this->head->support.eps / t_unit;
+    const double x_floor = eps() / x_unit, t_floor = eps() / t_unit;
     const double x_divisor = x_length < x_floor ? x_floor : x_length; // NaN stays NaN
     const double t_divisor = t_length < t_floor ? t_floor : t_length;
-    const double t_scale = t_length > 0 ? t_length : 1;
+    const double t_scale = kScales ? t_divisor : (t_length > 0 ? t_length : 1);
     const double cosine = sums.values[2] / x_divisor / t_scale;
     x_factor = x_length >= x_floor ? cosine / x_length * inverse_x_unit : 0.0;
     t_factor = -inverse_t_unit / t_scale;
     magnitude = t_scale / t_divisor / (x_divisor * x_unit);
     if (!kScales && magnitude > 1e30) { // the factor may overflow in float, and 0 * inf is NaN
-      x_factor *= magnitude;
-      t_factor *= magnitude;
+      const double limited = std::fmin(magnitude, 1e200);
+      x_factor *= limited;
+      t_factor *= limited;
       magnitude = 1;
     }
     return -cosine * (t_scale / t_divisor);

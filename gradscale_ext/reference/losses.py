@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -290,14 +291,18 @@ def _soft_cross_entropy_loss(head: SoftCrossEntropy, logits: torch.Tensor, targe
 
 
 def _mean_squared_error_loss(head: MeanSquaredError, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    squares = (prediction - transform(target, head.transform, 1e-3)).square()
-    return squares.mean(-1) if squares.dim() == 2 else squares
+    return _mean_over_elements((prediction - transform(target, head.transform, 1e-3)).square())
+
+
+def _mean_over_elements(losses: torch.Tensor) -> torch.Tensor:
+    """`[B]` means of `[B]` or `[B, D]` losses. Their sum may overflow where the mean does not."""
+    return (losses / losses.shape[1]).sum(1) if losses.dim() == 2 else losses
 
 
 def _huber_loss(head: Huber, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     target = transform(target, head.transform, 1e-3)
-    losses = torch.nn.functional.huber_loss(prediction, target, reduction="none", delta=float(head.delta))
-    return losses.mean(-1) if losses.dim() == 2 else losses
+    delta = min(float(head.delta), torch.finfo(prediction.dtype).max)
+    return _mean_over_elements(torch.nn.functional.huber_loss(prediction, target, reduction="none", delta=delta))
 
 
 def _binary_cross_entropy_loss(head: BinaryCrossEntropy, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -319,11 +324,13 @@ def _quantile_huber_loss(head: QuantileHuber, quantiles: torch.Tensor, target: t
     sign = torch.where(difference.isnan(), difference, difference.sign())  # sign() of NaN is 0
     size, kappa = difference * sign.detach(), float(head.kappa)
     if kappa >= torch.finfo(size.dtype).tiny:
-        is_quadratic = size <= kappa
-        small = torch.where(is_quadratic, difference, 0.0)  # the square of an infinite difference has no derivative
-        size = torch.where(is_quadratic, small.square() / (2 * kappa), size - kappa / 2)
-    losses = (weights * size).mean(-1)
-    return losses.sum(-1) if head.sum_over_quantiles else losses.mean(-1)
+        largest = min(kappa, torch.finfo(size.dtype).max)
+        is_quadratic = size <= largest
+        small = torch.where(is_quadratic, difference, 0.0)  # an infinite difference has no derivative
+        # Scaled before it is squared, because the square of a difference may overflow or underflow.
+        size = torch.where(is_quadratic, (small * math.sqrt(0.5 / kappa)).square(), size - largest / 2)
+    divisor = target.shape[-1] * (1 if head.sum_over_quantiles else count)
+    return (weights * (size / divisor)).sum((-2, -1))
 
 
 def _categorical_kl_loss(head: CategoricalKL, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -337,9 +344,16 @@ def _categorical_kl_loss(head: CategoricalKL, logits: torch.Tensor, target: torc
 
 def _log_mixture(logits: torch.Tensor, unimix: float) -> torch.Tensor:
     """Logarithms of ``(1 - unimix) softmax + unimix / C``."""
+    info, classes = torch.finfo(logits.dtype), logits.shape[-1]
+    if unimix >= classes * info.tiny / info.eps:
+        return (logits.softmax(-1) * (1 - unimix) + unimix / classes).log()
+    log_softmax = logits.log_softmax(-1)
     if unimix == 0:
-        return logits.log_softmax(-1)
-    return (logits.softmax(-1) * (1 - unimix) + unimix / logits.shape[-1]).log()
+        return log_softmax
+    # Next to so small a share, a softmax that was rounded to 0 would be missed: add from logarithms; 1 - unimix is 1.
+    share, count = (_context.as_tensor(number, logits.device) for number in (unimix, classes))
+    uniform = (share.log() - count.log()).to(logits.dtype)
+    return torch.stack(torch.broadcast_tensors(log_softmax, uniform)).logsumexp(0)
 
 
 def _per_step_loss(head: PerStepLoss, prediction: torch.Tensor, target: None) -> torch.Tensor:

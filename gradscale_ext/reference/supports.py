@@ -44,13 +44,11 @@ def raw_centers(support: Bins, dtype: torch.dtype, device: torch.device | None =
 
 def two_hot(x: torch.Tensor, support: Bins) -> torch.Tensor:
     """`[..., S]` distributions with mass on the two bins next to the scalars `[...]`."""
-    bin, upper_weight = _two_bins(widened(x), support)
-    is_nan = upper_weight.isnan().unsqueeze(-1)
-    bin, upper_weight = bin.unsqueeze(-1), upper_weight.unsqueeze(-1)
-    zeros = torch.zeros((*x.shape, support.num_bins), dtype=upper_weight.dtype, device=x.device)
-    encoded = zeros.scatter(-1, bin, 1 - upper_weight).scatter(-1, bin + 1, upper_weight)
+    bin, upper_weight = (found.unsqueeze(-1) for found in _two_bins(_widest(x), support))
+    zeros = torch.zeros((*x.shape, support.num_bins), dtype=x.dtype, device=x.device)
+    encoded = zeros.scatter(-1, bin, (1 - upper_weight).to(x.dtype)).scatter(-1, bin + 1, upper_weight.to(x.dtype))
     # A NaN scalar gives a row of NaN: its two weights are NaN already, the other bins are set here.
-    return torch.where(is_nan, float("nan"), encoded).to(x.dtype)
+    return torch.where(upper_weight.isnan(), float("nan"), encoded)
 
 
 def project(probabilities: torch.Tensor, rewards: torch.Tensor, discounts: torch.Tensor, support: Bins) -> torch.Tensor:
@@ -86,17 +84,22 @@ def _two_bins(x: torch.Tensor, support: Bins) -> tuple[torch.Tensor, torch.Tenso
 
 def hl_gauss(x: torch.Tensor, support: Bins, sigma_ratio: float) -> torch.Tensor:
     """`[..., S]` histograms of normals around the transformed scalars `[...]`."""
-    y = _transformed(widened(x), support)
-    y = y.clamp(support.minimum, support.maximum).unsqueeze(-1)
+    y = _transformed(_widest(x), support).clamp(support.minimum, support.maximum).unsqueeze(-1)
     width = (support.maximum - support.minimum) / (support.num_bins - 1)
-    edges = torch.arange(support.num_bins + 1, dtype=y.dtype, device=x.device) * width + (support.minimum - width / 2)
+    position = (y - support.minimum) / width
     # Beyond these limits the distribution is a point or uniform, and y's dtype may not represent the arguments of erf.
     most = 1e100 if y.dtype == torch.float64 else 1e30
-    tails = min(max(1 / (math.sqrt(2) * sigma_ratio), 1 / most), most)
-    # Phi is erf / 2 + 1/2: the constants cancel in the division by the total.
-    below = torch.erf((edges - y) / width * tails)
-    total = below[..., -1:] - below[..., :1]
-    return ((below[..., 1:] - below[..., :-1]) / total).to(x.dtype)
+    scale = min(max(1 / (math.sqrt(2) * sigma_ratio), 1 / most), most)
+    edges = (torch.arange(support.num_bins + 1, dtype=y.dtype, device=x.device) - 0.5 - position) * scale
+    total = _mass_between(edges[..., :1], edges[..., -1:])
+    return (_mass_between(edges[..., :-1], edges[..., 1:]) / total).to(x.dtype)
+
+
+def _mass_between(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Twice the mass of a normal distribution between two edges, in units of sqrt(2) standard deviations from the mean.
+    Away from the mean it is a difference of tails, because a difference of erf would cancel."""
+    inner, outer = torch.maximum(low, -high), torch.maximum(high, -low)
+    return torch.where(inner > 0.5, torch.erfc(inner) - torch.erfc(outer), torch.erf(outer) - torch.erf(inner))
 
 
 def decode(logits: torch.Tensor, support: Bins) -> torch.Tensor:
@@ -122,6 +125,11 @@ def decode(logits: torch.Tensor, support: Bins) -> torch.Tensor:
 def widened(x: torch.Tensor) -> torch.Tensor:
     """Widen half types to float32."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def _widest(x: torch.Tensor) -> torch.Tensor:
+    """Widen to the widest dtype of the device, in which the kernels place scalars among the bins, too."""
+    return x.to(_context.widest(x.device))
 
 
 def _transformed(x: torch.Tensor, support: Bins) -> torch.Tensor:

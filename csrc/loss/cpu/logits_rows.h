@@ -36,8 +36,8 @@ void categorical_row(
     correct += product(mass[j], static_cast<A>(to_accumulate(logits[j])) - maximum);
   });
   if (everywhere != 0) {
-    const auto differences = [=](auto load) { return std::array<Lanes<A>, 1>{load(logits) - maximum}; };
-    correct += everywhere * sums_of<A>(logits, s.width, differences)[0];
+    const auto smoothed = [=](auto load) { return std::array<Lanes<A>, 1>{everywhere * (load(logits) - maximum)}; };
+    correct += sums_of<A>(logits, s.width, smoothed)[0];
   }
   sums.exponentials[lane] = softmax.sum;
   sums.moment[lane] = support.raw && s.detail.data != nullptr ? raw_moment(values, support) : softmax.moment;

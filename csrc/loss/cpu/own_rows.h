@@ -25,17 +25,19 @@ GroupSoftmax<A> group_softmax(int64_t classes, A* x) {
 }
 
 // Returns the divergence of a group, and leaves h_c - s_c sum(h) in x.
-template <bool mixes, bool predicts_p, class A>
+template <Mixture mixture, bool predicts_p, class A>
 [[gnu::noinline]] A group_divergence(const CategoricalKL<A>& head, int64_t classes, A* x, A* t) {
-  const GroupSoftmax<A> x_softmax = group_softmax<mixes>(classes, x), t_softmax = group_softmax<mixes>(classes, t);
+  constexpr bool replaces = mixture == Mixture::probabilities;
+  const GroupSoftmax<A> x_softmax = group_softmax<replaces>(classes, x),
+                        t_softmax = group_softmax<replaces>(classes, t);
   A divergence = 0, sum = 0;
 #pragma omp simd reduction(+ : divergence, sum)
   for (int64_t j = 0; j < classes; ++j) {
     const A x_below = x[j] - x_softmax.maximum, t_below = t[j] - t_softmax.maximum;
-    const A x_exponential = mixes ? x[j] : exp_nonpositive(x_below);
-    const A t_exponential = mixes ? t[j] : exp_nonpositive(t_below);
+    const A x_exponential = replaces ? x[j] : exp_nonpositive(x_below);
+    const A t_exponential = replaces ? t[j] : exp_nonpositive(t_below);
     const DivergenceTerms<A> terms =
-        head.template terms<mixes, predicts_p>(x_exponential, t_exponential, x_below, t_below, x_softmax, t_softmax);
+        head.template terms<mixture, predicts_p>(x_exponential, t_exponential, x_below, t_below, x_softmax, t_softmax);
     divergence += terms.divergence;
     sum += terms.h;
     x[j] = terms.softmax;
@@ -48,14 +50,23 @@ template <bool mixes, bool predicts_p, class A>
   return divergence;
 }
 
+template <Mixture mixture, class A>
+A group_divergence(const CategoricalKL<A>& head, int64_t classes, A* x, A* t) {
+  return head.predicts_p ? group_divergence<mixture, true>(head, classes, x, t)
+                         : group_divergence<mixture, false>(head, classes, x, t);
+}
+
 template <class A>
 A group_divergence(const CategoricalKL<A>& head, int64_t classes, A* x, A* t) {
-  if (head.mixes()) {
-    return head.predicts_p ? group_divergence<true, true>(head, classes, x, t)
-                           : group_divergence<true, false>(head, classes, x, t);
+  switch (head.mixture) {
+    case Mixture::probabilities:
+      return group_divergence<Mixture::probabilities>(head, classes, x, t);
+    case Mixture::logarithms:
+      return group_divergence<Mixture::logarithms>(head, classes, x, t);
+    case Mixture::none:
+      break;
   }
-  return head.predicts_p ? group_divergence<false, true>(head, classes, x, t)
-                         : group_divergence<false, false>(head, classes, x, t);
+  return group_divergence<Mixture::none>(head, classes, x, t);
 }
 
 template <class T, class G, class A>
@@ -136,7 +147,7 @@ void own_row(const QuantileHuber<A>& head, const Segment& s, int64_t row, double
       }
     }
   }
-  s.loss.store(row, head.finish(loss));
+  s.loss.store(row, loss);
   s.metrics[row] = {squared(factor) * squares, 0};
 }
 

@@ -194,7 +194,8 @@ class BinsLoss : public Shape, public BinSums, public LaneLoss {
   GRADSCALE_DEVICE void finish(const RowResults<kSums>& results, const RowsInMemory<Gradient>& to) const {
     const auto& sums = results.sums;
     const float log_sum = std::log(sums[kSum]), inverse_sum = approximate_reciprocal(sums[kSum]);
-    float cost = smooths ? smoothing_per_bin * sums[kShifted] * Exponent(results.maximum).unit() : 0.0f;
+    const float unit = Exponent(results.maximum).unit() / kShiftedUnit;
+    float cost = smooths ? sums[kShifted] * (smoothing_per_bin * unit) : 0.0f;
     float square = results.square;
     finish_bins(results.maximum, inverse_sum, to, cost, square);
     const float value = decoded_moment(2 * sums[kMoment] * inverse_sum, support());

@@ -40,7 +40,7 @@ struct ClassGroup {
     }
   }
 
-  template <bool mixes, bool predicts_p>
+  template <Mixture mixture, bool predicts_p>
   GRADSCALE_DEVICE void add_divergence(
       const CategoricalKL<A>& head, A factor, const RowTask& task, int32_t first, PartOfDivergence& part) const {
     A largest_x = -static_cast<A>(INFINITY), largest_t = largest_x, sum_x = 0, sum_t = 0;
@@ -62,7 +62,7 @@ struct ClassGroup {
     const GroupSoftmax<A> softmax_t{largest_t, A(1) / sum_t, std::log(sum_t)};
     const auto terms = [&](A x_logit, A t_logit) {
       const A x_below = x_logit - largest_x, t_below = t_logit - largest_t;
-      return head.template terms<mixes, predicts_p>(
+      return head.template terms<mixture, predicts_p>(
           exp_nonpositive(x_below), exp_nonpositive(t_below), x_below, t_below, softmax_x, softmax_t);
     };
     A total = 0, h = 0;
@@ -86,7 +86,7 @@ struct ClassGroup {
 };
 
 // Returns this thread's part of the divergence. Writes its gradients as if there were no free nats.
-template <bool mixes, bool predicts_p, class T, class A>
+template <Mixture mixture, bool predicts_p, class T, class A>
 GRADSCALE_DEVICE PartOfDivergence row_divergence(const CategoricalKL<A>& head, const RowTask& task, int team) {
   const Segment& s = task.block.segment;
   const auto classes = static_cast<int32_t>(s.last_size), groups = static_cast<int32_t>(s.width / s.last_size);
@@ -103,10 +103,16 @@ GRADSCALE_DEVICE PartOfDivergence row_divergence(const CategoricalKL<A>& head, c
           targets + first,
           task.active && group < groups ? classes : 0,
           Group{team, task.group.rank % team, nullptr}};
-      class_group.template add_divergence<mixes, predicts_p>(head, factor, task, first, part);
+      class_group.template add_divergence<mixture, predicts_p>(head, factor, task, first, part);
     }
   });
   return part;
+}
+
+template <Mixture mixture, class T, class A>
+GRADSCALE_DEVICE PartOfDivergence row_divergence(const CategoricalKL<A>& head, const RowTask& task, int team) {
+  return head.predicts_p ? row_divergence<mixture, true, T>(head, task, team)
+                         : row_divergence<mixture, false, T>(head, task, team);
 }
 
 template <class T, class A>
@@ -114,12 +120,16 @@ GRADSCALE_DEVICE void own_row(const CategoricalKL<A>& head, const RowTask& task)
   const Segment& s = task.block.segment;
   const int team = team_size(static_cast<int32_t>(s.last_size), task.group.size);
   PartOfDivergence part;
-  if (head.mixes()) {
-    part = head.predicts_p ? row_divergence<true, true, T>(head, task, team)
-                           : row_divergence<true, false, T>(head, task, team);
-  } else {
-    part = head.predicts_p ? row_divergence<false, true, T>(head, task, team)
-                           : row_divergence<false, false, T>(head, task, team);
+  switch (head.mixture) {
+    case Mixture::none:
+      part = row_divergence<Mixture::none, T>(head, task, team);
+      break;
+    case Mixture::probabilities:
+      part = row_divergence<Mixture::probabilities, T>(head, task, team);
+      break;
+    case Mixture::logarithms:
+      part = row_divergence<Mixture::logarithms, T>(head, task, team);
+      break;
   }
   const double divergence = task.group.sum(part.divergence);
   const double gradient_square = divergence < head.free_nats ? 0 : part.gradient_square;
@@ -171,7 +181,7 @@ GRADSCALE_DEVICE void own_row(const QuantileHuber<A>& head, const RowTask& task)
       }
     }
   });
-  task.store(head.finish(task.group.sum(sum)), 0, square, 0);
+  task.store(task.group.sum(sum), 0, square, 0);
 }
 
 } // namespace gradscale
