@@ -1,5 +1,5 @@
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any
 
 from torch import Tensor
 
@@ -69,13 +69,10 @@ def l2_loss(parameters: Sequence[Tensor], weight: float) -> Tensor | None: ...
 histogram_bins: int
 histogram_first_edge: int
 
-@overload
-def tensor_statistics(gradients: Sequence[Tensor | None], p: float) -> tuple[Tensor, Tensor, Tensor] | None: ...
-@overload
 def tensor_statistics(
-    gradients: Sequence[Tensor | None], p: float, weights: Sequence[Tensor | None], rows: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor] | None: ...
-def clipping_of(values: Tensor, counts: Tensor, p: float, max_norm: float, skip_nonfinite: bool) -> Tensor: ...
+    gradients: Sequence[Tensor | None], p: float, weights: Sequence[Tensor | None] | None = None, rows: bool = False
+) -> tuple[Tensor, ...] | None: ...
+def clipping_of(values: Tensor, counts: Tensor, p: float, max_norm: float | Tensor, skip_nonfinite: bool) -> Tensor: ...
 def unit_factors(
     norms: Tensor, clipping: Tensor, adaptive: float, eps: float, skip_nonfinite: bool
 ) -> tuple[Tensor, Tensor]: ...

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def is_eager() -> bool:
@@ -74,6 +77,39 @@ def saveable(tensor: torch.Tensor) -> torch.Tensor:
     if is_eager() and tensor.is_inference() and not torch.is_inference_mode_enabled():
         return tensor.clone()
     return tensor
+
+
+def allows_graph_breaks() -> bool:
+    """Return True while torch.compile traces without fullgraph=True."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator  # not at the top: it imports the compiler
+
+    try:
+        translator = InstructionTranslator.current_tx()
+    except AttributeError:  # torch.export, which traces without Dynamo
+        return False
+    return not (translator.one_graph or translator.error_on_graph_break)
+
+
+allows_graph_breaks._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def in_eager_mode(reason: str) -> Callable[[Function], Function]:
+    """Decorate a function that torch.compile leaves to eager mode, with a graph break. With fullgraph=True, its error
+    contains the reason. `torch.compiler.disable` does the same, but imports the compiler when it decorates."""
+
+    def decorate(function: Function) -> Function:
+        disabled: list[Function] = []
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not disabled:
+                disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+            return disabled[0](*args, **kwargs)
+
+        call.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
+        return call  # type: ignore[return-value]
+
+    return decorate
 
 
 def varies(number: float) -> bool:

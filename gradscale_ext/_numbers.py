@@ -25,6 +25,16 @@ def real(argument: str, value: Any, wanted: str = "a number") -> float:
     return as_float(argument, value)
 
 
+def check_scalar(argument: str, value: torch.Tensor) -> None:
+    """Refuse a tensor that is not real, or that has dimensions."""
+    if value.is_complex() or value.dtype == torch.bool:
+        raise TypeError(f"{argument} must be real, but it is a tensor of dtype {value.dtype}")
+    if value.dim() > 0:
+        raise ValueError(
+            f"{argument} must be a real number or a tensor without dimensions, but it has shape {list(value.shape)}"
+        )
+
+
 def real_field(owner: str, frozen: object, field: str) -> float:
     """Return the number in a field of a frozen dataclass as a float.
 

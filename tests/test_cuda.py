@@ -24,7 +24,7 @@ from test_returns import inputs_of as inputs_of_returns
 from trajectories import random_data
 
 import gradscale_ext as gs
-from gradscale_ext._native import DEVICE_TYPES
+from gradscale_ext._native import _C, DEVICE_TYPES
 
 pytestmark = pytest.mark.cuda
 
@@ -903,6 +903,22 @@ def test_skipping_is_decided_on_the_device(device):
         statistics = gs.clip_gradients_([p], 1.0, nonfinite="skip")
         torch.testing.assert_close(p.grad.cpu(), torch.full((1000,), expected))
         assert int(statistics.nans + statistics.infs) == (0 if bad == 1.0 else 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.int64], ids=str)
+def test_a_limit_in_a_tensor_is_read_on_the_device(dtype, device):
+    parameters = [torch.zeros(2, device=device) for _ in range(2)]
+    for limit in (0, 2, 1000):
+        for parameter in parameters:
+            parameter.grad = torch.tensor([3.0, 4.0], device=device)
+        statistics = gs.clip_gradients_(parameters[:1], torch.tensor(limit, dtype=dtype, device=device))
+        expected = gs.clip_gradients_(parameters[1:], limit)
+        assert torch.equal(statistics.clipping, expected.clipping)
+        assert torch.equal(parameters[0].grad, parameters[1].grad)
+    values, counts, _ = _C.tensor_statistics([parameters[0].grad], 2.0)
+    for limit in (2.0, -1.0, math.nan, math.inf):
+        found = _C.clipping_of(values, counts, 2.0, torch.tensor(limit, device=device), False)
+        assert found[1].item() == pytest.approx(min(1, limit / 5) if limit >= 0 else math.nan, nan_ok=True)
 
 
 @pytest.mark.parametrize("unit", ["row", "tensor"])

@@ -7,9 +7,11 @@ import copy
 import functools
 import gc
 import importlib
+import itertools
 import math
 import pickle
 import runpy
+import subprocess
 import sys
 import threading
 import types
@@ -28,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gradscale_ext as gs
 from gradscale_ext import GradientMonitor
 from gradscale_ext.monitor import monitor, plot
+from gradscale_ext.statistics import listeners
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -812,6 +815,76 @@ def test_a_closed_monitor_keeps_its_history_and_not_its_model(every):
     assert watching._weights is None  # no copies of the parameters either
     assert 0 in steps_of(watching, "gradient_norm_total")
     assert "gradient_norm/0.weight" in watching.history
+
+
+REPLACED = [
+    (torch.amp.GradScaler, "step"),
+    (nn.utils.clip_grad, "_clip_grads_with_norm_"),
+    (nn.utils, "clip_grads_with_norm_"),
+    (nn.utils.clip_grad, "clip_grad_value_"),
+    (nn.utils, "clip_grad_value_"),
+]
+
+
+@pytest.fixture
+def unreplaced():
+    """The functions of PyTorch that monitors replace, as PyTorch defines them."""
+    gc.collect()
+    found = [getattr(*place) for place in REPLACED]
+    assert not any(hasattr(function, "is_monitor_wrapper") for function in found)
+    return found
+
+
+@pytest.mark.parametrize("ways", list(itertools.product(["closed", "collected"], repeat=3)))
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_the_last_monitor_restores_the_functions_of_pytorch(unreplaced, order, ways):
+    """A monitor is closed, or collected with its optimizer. The model stays, without hooks."""
+    models = [network(seed) for seed in range(3)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    monitors = [GradientMonitor(*both, every=1, activations=["0"]) for both in zip(models, optimizers, strict=True)]
+    for index, way in zip(order, ways, strict=True):
+        assert all(getattr(*place) is not function for place, function in zip(REPLACED, unreplaced, strict=True))
+        train(models[index], optimizers[index])
+        if way == "closed":
+            monitors[index].close()
+        monitors[index] = optimizers[index] = None
+        gc.collect()
+        assert not models[index][0]._forward_hooks
+    assert [getattr(*place) for place in REPLACED] == unreplaced
+    assert listeners.watched == frozenset()
+
+
+def test_a_monitor_that_cannot_be_attached_leaves_nothing_behind(unreplaced):
+    class NoHooks(nn.Linear):
+        def register_forward_hook(self, *_, **__):
+            raise RuntimeError("no hooks")
+
+    model = nn.Sequential(nn.Linear(2, 2), NoHooks(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match="no hooks"):
+        GradientMonitor(model, optimizer, activations=["0", "1"])
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    assert not model[0]._forward_hooks
+    assert [getattr(*place) for place in REPLACED] == unreplaced
+
+
+@pytest.mark.parametrize("keeps", ["monitor", "model", "nothing"])
+def test_an_open_monitor_does_not_disturb_the_end_of_a_program(keeps):
+    """Whatever is alive at the end, in whichever order the interpreter releases it."""
+    script = f"""
+import torch, gradscale_ext as gs
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+monitor = gs.GradientMonitor(model, optimizer, activations=[""])
+model(torch.ones(1, 2)).sum().backward()
+gs.clip_gradients_(model, 0.1)
+optimizer.step()
+kept = {keeps if keeps != "nothing" else None}
+del model, optimizer, monitor
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # ---- Ways of training ------------------------------------------------------------------------------------------------

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import warnings
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -450,8 +456,24 @@ def test_clipping_is_seen_by_autograd(limit):
         ({"max_norm": -1.0}, ValueError, "max_norm must be at least 0, but it is -1.0"),
         ({"max_norm": math.nan}, ValueError, "max_norm must be at least 0, but it is nan"),
         ({"max_norm": "x"}, TypeError, "max_norm must be a number, but it is of type str"),
-        ({"max_norm": torch.tensor(1.0)}, TypeError, "max_norm must be a number, but it is of type Tensor"),
+        ({"max_norm": True}, TypeError, "max_norm must be a number, but it is of type bool"),
+        ({"max_norm": np.bool_(True)}, TypeError, "max_norm must be a number, but it is of type bool"),
+        ({"max_norm": torch.tensor(True)}, TypeError, "max_norm must be real, but it is a tensor of dtype torch.bool"),
+        (
+            {"max_norm": torch.tensor(1j)},
+            TypeError,
+            "max_norm must be real, but it is a tensor of dtype torch.complex64",
+        ),
+        (
+            {"max_norm": torch.tensor([1.0])},
+            ValueError,
+            r"max_norm must be a real number or a tensor without dimensions, but it has shape \[1\]",
+        ),
+        ({"max_norm": torch.tensor(-1.0)}, ValueError, "max_norm must be at least 0, but it is -1.0"),
+        ({"max_norm": torch.tensor(math.nan)}, ValueError, "max_norm must be at least 0, but it is nan"),
         ({"norm_type": 0}, ValueError, "norm_type must be greater than 0, but it is 0.0"),
+        ({"norm_type": True}, TypeError, "norm_type must be a number, but it is of type bool"),
+        ({"norm_type": "max"}, TypeError, "norm_type must be a number, but it is of type str"),
         ({"nonfinite": "drop"}, ValueError, "nonfinite must be 'propagate', 'skip' or 'error', but it is 'drop'"),
         (
             {"process_group": 3},
@@ -470,6 +492,76 @@ def test_errors_of_clipping(change, error, words):
     with pytest.raises(error, match=words):
         gs.clip_gradients_(**{"parameters": p, "max_norm": 1.0, **change})
     assert p[0].grad.tolist() == [3.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    "max_norm", [2, 2.0, 2.5, np.float32(2.5), np.array(2.0), Decimal(2), Fraction(5, 2), math.inf]
+)
+def test_numbers_that_are_limits(max_norm):
+    p = with_gradients([torch.tensor([3.0, 4.0])])
+    clipping = gs.clip_gradients_(p, max_norm).clipping
+    factor = min(1, float(max_norm) / (5 + 1e-6))
+    assert clipping.tolist() == [5.0, factor, factor != 1]
+    torch.testing.assert_close(p[0].grad, torch.tensor([3.0, 4.0]) * factor)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int64], ids=str)
+@pytest.mark.parametrize("limit", [0, 2, 1000])
+@pytest.mark.parametrize("norm_type", [2.0, "inf"])
+def test_the_limits_and_norms_that_pytorch_accepts(dtype, limit, norm_type):
+    ours, theirs, numbers = (with_gradients([torch.tensor([3.0, 4.0]), torch.tensor([12.0])]) for _ in range(3))
+    found = gs.clip_gradients_(ours, torch.tensor(limit, dtype=dtype), norm_type=norm_type)
+    by_number = gs.clip_gradients_(numbers, float(limit), norm_type=float(norm_type))
+    total = torch.nn.utils.clip_grad_norm_(theirs, torch.tensor(limit, dtype=dtype), norm_type=norm_type)
+    assert found.total_norm.item() == total.item() == (12.0 if norm_type == "inf" else 13.0)
+    assert found.norm_type == float(norm_type)
+    assert torch.equal(found.clipping, by_number.clipping)
+    for ours_, theirs_, by_number_ in zip(ours, theirs, numbers, strict=True):
+        assert torch.equal(ours_.grad, by_number_.grad)
+        torch.testing.assert_close(ours_.grad, theirs_.grad)
+
+
+def test_a_limit_that_requires_grad_gets_no_gradient():
+    p, limit = with_gradients([torch.tensor([3.0, 4.0])]), torch.tensor(1.0, requires_grad=True)
+    assert not gs.clip_gradients_(p, limit).clipping.requires_grad
+    torch.testing.assert_close(p[0].grad, torch.tensor([0.6, 0.8]))
+
+
+def test_a_negative_limit_on_a_device_gives_nan():
+    values, counts, _ = module._C.tensor_statistics([torch.tensor([3.0, 4.0])], 2.0)
+    for library, limit in itertools.product((module._C, reference), (2.0, -1.0, math.nan, math.inf)):
+        factor = library.clipping_of(values, counts, 2.0, torch.tensor(limit), False)[1].item()
+        assert factor == pytest.approx(min(1, limit / 5) if limit >= 0 else math.nan, nan_ok=True)
+
+
+EMPTY = {
+    "clip_gradients_: parameters": lambda given: gs.clip_gradients_(given, 1e-3).total_norm,
+    "gradient_statistics: tensors": lambda given: gs.gradient_statistics(given).total_norm,
+    "l2_loss: parameters": lambda given: gs.l2_loss(given),
+}
+
+
+@pytest.mark.parametrize("argument", EMPTY)
+def test_an_iterator_that_was_used_up_before_causes_a_warning(argument):
+    """A list that is empty does not."""
+    model = torch.nn.Linear(2, 1)
+    parameters = model.parameters()
+    torch.optim.SGD(parameters, lr=0.1)
+    for given in (
+        parameters,
+        iter([]),
+        filter(None, []),
+        ((name, p) for name, p in model.named_parameters() if not name),
+    ):
+        with pytest.warns(
+            UserWarning, match=f"^{argument} is an iterator without elements.* pass the model or a"
+        ) as caught:
+            assert EMPTY[argument](given) == 0
+        assert [Path(warning.filename) for warning in caught] == [Path(__file__)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert EMPTY[argument]([]) == EMPTY[argument](()) == EMPTY[argument](torch.nn.Tanh()) == 0
+        assert EMPTY[argument](iter([torch.zeros(2)])) == 0
 
 
 def test_reference_clips_the_same():

@@ -141,9 +141,10 @@ GRADSCALE_HOST_DEVICE double total_norm(double largest, double powers, double p,
   return largest == 0 || std::isinf(p) ? largest : largest * norm_of(powers, p);
 }
 
-// Stores the total norm, the factor, and 1 if the factor is not 1, else 0.
+// Stores the total norm, the factor, and 1 if the factor is not 1, else 0. A max_norm that is negative or NaN gives a
+// factor of NaN.
 GRADSCALE_HOST_DEVICE void store_clipping(double total, double max_norm, bool skip_nonfinite, double* out) {
-  double factor = max_norm / (total + kNormEps);
+  double factor = max_norm >= 0 ? max_norm / (total + kNormEps) : static_cast<double>(NAN);
   if (factor > 1) { // false for NaN, which stays
     factor = 1;
   }

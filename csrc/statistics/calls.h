@@ -39,9 +39,14 @@ struct ClippingCall {
   int64_t count;
   double p;
   double max_norm;
+  const double* max_norm_on_device; // or null: max_norm
   bool skip_nonfinite;
   double* out;
 };
+
+GRADSCALE_HOST_DEVICE double max_norm_of(const ClippingCall& call) {
+  return call.max_norm_on_device == nullptr ? call.max_norm : *call.max_norm_on_device;
+}
 
 // A contiguous tensor of `count` units of `length` numbers each. A unit is a row or the whole tensor.
 struct UnitRange {

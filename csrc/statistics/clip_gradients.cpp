@@ -22,7 +22,7 @@ void find_clipping(const ClippingCall& call) {
   for (int64_t i = 0; i < call.count && largest > 0; ++i) {
     powers += power_in_norm(call.values[i] / largest, call.p);
   }
-  store_clipping(total_norm(largest, powers, call.p, nans, infs), call.max_norm, call.skip_nonfinite, call.out);
+  store_clipping(total_norm(largest, powers, call.p, nans, infs), max_norm_of(call), call.skip_nonfinite, call.out);
 }
 
 // A gradient that is clipped: the memory to multiply, and where to copy it back to.
@@ -65,17 +65,28 @@ void finish(const std::vector<at::Tensor>& tensors, const std::vector<Target>& t
 } // namespace
 
 at::Tensor clipping_of(
-    const at::Tensor& values, const at::Tensor& counts, double p, double max_norm, bool skip_nonfinite) {
+    const at::Tensor& values, const at::Tensor& counts, double p, const Value& max_norm, bool skip_nonfinite) {
+  const bool on_device = runs_kernels(values.device());
   const at::Tensor out = at::empty({3}, values.options());
   ClippingCall call{
       values.const_data_ptr<double>(),
       counts.const_data_ptr<int64_t>(),
       values.size(1),
       p,
-      max_norm,
+      /*max_norm=*/0,
+      /*max_norm_on_device=*/nullptr,
       skip_nonfinite,
       out.mutable_data_ptr<double>()};
-  if (runs_kernels(values.device())) {
+  at::Tensor limit; // keeps the memory alive
+  if (const double* number = std::get_if<double>(&max_norm)) {
+    call.max_norm = *number;
+  } else if (limit = std::get<at::Tensor>(max_norm); on_device && limit.is_cpu() == values.is_cpu()) {
+    limit = limit.to(values.options(), /*non_blocking=*/true);
+    call.max_norm_on_device = limit.const_data_ptr<double>();
+  } else {
+    call.max_norm = limit.item<double>();
+  }
+  if (on_device) {
     OnDevice(values.device()).launch("statistics/clip_gradients.cuh", "find_clipping", 1, kThreads, call);
   } else {
     find_clipping(call);

@@ -34,7 +34,7 @@ GRADSCALE_KERNEL(kThreads, 2) find_clipping(GRADSCALE_ARGUMENT(ClippingCall) cal
   infs = block.sum(infs);
   if (threadIdx.x == 0) {
     const double total = total_norm(largest, powers, call.p, nans, infs);
-    store_clipping(total, call.max_norm, call.skip_nonfinite, call.out);
+    store_clipping(total, max_norm_of(call), call.skip_nonfinite, call.out);
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include "../cpu/range.h"
 #include "../cuda/driver.h"
+#include "../torch/arguments.h"
 #include "../torch/tensor_element.h"
 #include "calls.h"
 
@@ -33,9 +34,9 @@ TensorStatistics tensor_statistics(
     const OptionalTensors& gradients, double p, const std::optional<OptionalTensors>& weights, bool rows);
 
 // Computes three float64 numbers from the values and counts of statistics: the norm of all tensors together, the factor
-// that clips them, and 1 if the factor is not 1, else 0.
+// that clips them, and 1 if the factor is not 1, else 0. A max_norm on a device is read there.
 at::Tensor clipping_of(
-    const at::Tensor& values, const at::Tensor& counts, double p, double max_norm, bool skip_nonfinite);
+    const at::Tensor& values, const at::Tensor& counts, double p, const Value& max_norm, bool skip_nonfinite);
 
 // Computes the factors of units on a CPU, [U] float64, from their norms and from the result of clipping_of() with
 // max_norm = inf. Returns them, and three float64 numbers: the norm of all tensors together, the smallest factor, and 1

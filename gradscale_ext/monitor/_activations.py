@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from .. import _context
 from ..statistics.gradients import gradient_statistics
 
 
 class CallHook:
-    """Forward hook that reports calls to the monitor. In a copied or saved module it has no monitor."""
+    """Forward hook that reports calls to the monitor, without keeping it alive. In a copied or saved module it has no
+    monitor."""
 
     def __init__(self, report: Callable[[str, Any], None] | None = None, name: str = "") -> None:
-        self._report, self._name = report, name
+        """`report` is a method of the monitor."""
+        self._report, self._name = report and weakref.WeakMethod(report), name
 
+    @_context.in_eager_mode("a GradientMonitor charts the gradients of the outputs of a module")
     def __call__(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
-        if self._report is not None:
-            self._report(self._name, output)
+        if self._report is not None and (report := self._report()) is not None:
+            report(self._name, output)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CallHook, ()
@@ -34,14 +39,17 @@ class Calls:
     the earlier ones only when they arrive, because a forward pass may have no backward pass.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str]) -> None:
+        """Prepare for the calls of the named modules."""
+        self._modules = modules
         self._pass = self._norms_pass = 0
-        self._has_gradients = False
+        self._has_gradients = self._has_calls = False
         self._counts: Counter[str] = Counter()
         self._norms: dict[tuple[str, int], torch.Tensor] = {}
 
     def watch(self, module: str, output: Any) -> None:
         """Record the gradient of each tensor of an output when it arrives."""
+        self._has_calls = True
         tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if not tensors:
             return
@@ -61,6 +69,12 @@ class Calls:
 
     def norms(self, scale: Any) -> tuple[list[str], torch.Tensor] | None:
         """`<module>/<call>` and `[N]` the norm of the gradient of each call's output, divided by `scale`."""
+        if self._modules and not self._has_calls:
+            _context.say_once(
+                f"GradientMonitor: no call of {', '.join(map(repr, self._modules))} has been seen, so that activations "
+                "have no charts. PyTorch ignores hooks in a model that was compiled before they were added: open the "
+                "monitor before the model's first call"
+            )
         if not self._norms:
             return None
         norms_by_call: dict[str, list[torch.Tensor]] = {}

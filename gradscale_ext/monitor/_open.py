@@ -14,7 +14,9 @@ from typing import Any, Protocol
 import torch
 
 from .. import _context
-from ..statistics.gradients import GradientStatistics, gradient_statistics, listeners
+from ..statistics import listeners
+from ..statistics.gradients import GradientStatistics, gradient_statistics
+from ._activations import CallHook
 
 
 class Monitor(Protocol):
@@ -27,6 +29,9 @@ class Monitor(Protocol):
     _step_scaler: Any
     _has_scaler: bool
 
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None: ...
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None: ...
+    def _after_call(self, name: str, output: Any) -> None: ...
     def _before_clipping(self) -> None: ...
     def _after_clipping(
         self, parameters: list[torch.Tensor], result: torch.Tensor, statistics: GradientStatistics | None
@@ -36,27 +41,38 @@ class Monitor(Protocol):
     def _write_earlier(self) -> None: ...
 
 
-_monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
+_monitors: set[weakref.ref[Monitor]] = set()
 _lock = threading.RLock()  # reentrant: garbage collection may close a monitor meanwhile
 
 
-def add(monitor: Monitor) -> None:
-    """Report clippings and skipped steps to a monitor from now on, without keeping it alive."""
-    with _lock:
-        _monitors.add(monitor)
-        _listen()
+def attach(
+    monitor: Monitor, optimizer: torch.optim.Optimizer, modules: dict[str, torch.nn.Module]
+) -> weakref.finalize[Any, Any]:
+    """Report steps of the optimizer, calls of modules, clippings and skipped steps to a monitor from now on.
 
-
-def discard(monitor: Monitor) -> None:
-    """Report nothing more to a monitor."""
-    with _lock:
-        _monitors.discard(monitor)
-        _listen()
+    Only the hooks of the optimizer keep the monitor alive. Return a function that detaches it, and that is called when
+    the monitor is collected.
+    """
+    with contextlib.ExitStack() as attached:  # undone if a hook cannot be attached
+        for register, hook in (
+            (optimizer.register_step_pre_hook, monitor._before_step),
+            (optimizer.register_step_post_hook, monitor._after_step),
+        ):
+            attached.callback(register(_context.in_eager_mode("a GradientMonitor watches the optimizer")(hook)).remove)
+        for name, module in modules.items():
+            attached.callback(module.register_forward_hook(CallHook(monitor._after_call, name)).remove)
+        reference = weakref.ref(monitor)
+        attached.callback(listen)
+        attached.callback(_monitors.discard, reference)  # called before `listen`
+        _monitors.add(reference)
+        listen()
+        detach = weakref.finalize(monitor, attached.pop_all().close)
+    detach.atexit = False  # type: ignore[misc]
+    return detach
 
 
 def _everyone() -> list[Monitor]:
-    with _lock:
-        return list(_monitors)
+    return [monitor for reference in list(_monitors) if (monitor := reference()) is not None]
 
 
 def monitors_of(optimizer: Any) -> list[Monitor]:
@@ -94,7 +110,7 @@ def _report_our_clipping(parameters: list[torch.Tensor]) -> Callable[[GradientSt
     return tell
 
 
-listeners.append(_report_our_clipping)
+listeners.callbacks.append(_report_our_clipping)
 
 
 def _reporting_clipping(result_of: Callable[..., torch.Tensor], clip: Any) -> Any:
@@ -103,11 +119,7 @@ def _reporting_clipping(result_of: Callable[..., torch.Tensor], clip: Any) -> An
     `result_of` gets the clipping's result, as in `GradientStatistics.clipping`, from the function's arguments.
     """
 
-    @functools.wraps(clip)
-    def telling(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _context.is_eager():
-            return clip(parameters, *args, **kwargs)
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    def clip_and_tell(parameters: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         if not (monitors := _before_clipping(parameters)):
             return clip(parameters, *args, **kwargs)
         with torch.no_grad():
@@ -118,6 +130,15 @@ def _reporting_clipping(result_of: Callable[..., torch.Tensor], clip: Any) -> An
         for monitor in monitors:
             monitor._after_clipping(parameters, result, statistics)
         return returned
+
+    in_eager_mode = _context.in_eager_mode("a GradientMonitor watches parameters that are clipped")(clip_and_tell)
+
+    @functools.wraps(clip)
+    def telling(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if listeners.leaves_graph(parameters):
+            return in_eager_mode(parameters, *args, **kwargs)
+        return (clip_and_tell if _context.is_eager() else clip)(parameters, *args, **kwargs)
 
     return _marked(telling)
 
@@ -146,8 +167,7 @@ def _reporting_steps(step: Any) -> Any:
     A scaler that finds NaN or inf does not call the optimizer, so no hook runs.
     """
 
-    @functools.wraps(step)
-    def telling(scaler: torch.amp.GradScaler, /, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def step_and_tell(scaler: torch.amp.GradScaler, /, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         steps_before = {monitor: monitor._taken for monitor in monitors_of(optimizer)}
         for monitor in steps_before:
             monitor._step_scaler, monitor._has_scaler = scaler, scaler.is_enabled()
@@ -162,10 +182,15 @@ def _reporting_steps(step: Any) -> Any:
             for monitor, steps in steps_before.items():
                 if monitor._taken == steps:
                     work.callback(monitor._after_skipping, _found_inf(scaler, optimizer))
-        if not steps_before:
-            with _lock:
-                _listen()  # the last monitor may have gone without being closed
+        if not listeners.watched:
+            listen()  # other code may have put this wrapper back after the last monitor was closed
         return result
+
+    in_eager_mode = _context.in_eager_mode("a GradientMonitor is open, which sees skipped steps")(step_and_tell)
+
+    @functools.wraps(step)
+    def telling(scaler: torch.amp.GradScaler, /, *args: Any, **kwargs: Any) -> Any:
+        return (step_and_tell if _context.is_eager() else in_eager_mode)(scaler, *args, **kwargs)
 
     return _marked(telling)
 
@@ -190,15 +215,20 @@ _REPLACED: tuple[tuple[Any, str, Any], ...] = (
 )
 
 
-def _listen() -> None:
-    """Replace the functions while monitors are open, and restore them afterwards.
+def listen() -> None:
+    """Replace the functions while monitors are open, and restore them afterwards. Notice which parameters are watched.
 
     If other code has wrapped one of our wrappers meanwhile, both stay, and ours does nothing while no monitor is open.
     """
-    for owner, name, wrapped in _REPLACED:
-        function = getattr(owner, name, None)  # one of them is private, and PyTorch may remove it
-        if function and bool(_monitors) != _is_ours(function):
-            setattr(owner, name, wrapped(function) if _monitors else function.__wrapped__)
+    with _lock:
+        monitors = _everyone()
+        listeners.watched = frozenset().union(*(monitor._layout.names for monitor in monitors))
+        for owner, name, wrapped in _REPLACED:
+            function = getattr(owner, name, None)  # one of them is private, and PyTorch may remove it
+            if function and bool(monitors) != _is_ours(function):
+                setattr(owner, name, wrapped(function) if monitors else function.__wrapped__)
+        if monitors != _everyone():  # a garbage collection has closed one meanwhile
+            listen()
 
 
 def _is_ours(function: Any) -> bool:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from .. import _context
 from .._native import _C
 from ..statistics.gradients import GradientStatistics, gradient_statistics
 from ..statistics.shards import local_part
 from . import _open
-from ._activations import CallHook, Calls
+from ._activations import Calls
 from ._charts import Charts, Layout, Record, Selection, public_name
 from ._clippings import Clipping, statistics_before, still_valid
 from ._runs import adapted, can_write
@@ -59,11 +60,15 @@ class GradientMonitor:
 
     A clipping is discarded if something else writes to the gradients before they are clipped again, such as the
     backward pass after an abandoned step. Parameters without a gradient are absent. The monitor lives as long as the
-    optimizer. Neither gradients nor training change. Where parameters are sharded (DTensor), every rank needs a
-    monitor, with the same `every`. To see skipped steps and PyTorch's clipping, three functions are replaced while
-    monitors are open: `torch.amp.GradScaler.step`, `torch.nn.utils.clip_grad_value_`, and a function that
-    `torch.nn.utils.clip_grad_norm_` calls. Scalers and clippings that do not call them are not seen, such as a
-    `clip_grad_value_` that was imported by its name before.
+    optimizer; one that is collected with it is closed, but writes nothing more. Neither gradients nor training change.
+    Where parameters are sharded (DTensor), every rank needs a monitor, with the same `every`. To see skipped steps and
+    PyTorch's clipping, three functions are replaced while monitors are open: `torch.amp.GradScaler.step`,
+    `torch.nn.utils.clip_grad_value_`, and a function that `torch.nn.utils.clip_grad_norm_` calls. Scalers and clippings
+    that do not call them are not seen, such as a `clip_grad_value_` that was imported by its name before.
+
+    While a monitor is open, `torch.compile` breaks its graphs at steps of the optimizer, at clippings of watched
+    parameters, and after modules in `activations`. A clipping that is compiled with ``fullgraph=True`` is not seen, and
+    a warning says so once. Open a monitor with `activations` before the first call of a compiled model.
 
     Args:
         model: the parameters' names are taken from it.
@@ -98,6 +103,7 @@ class GradientMonitor:
     [(0, 5.0)]
     """
 
+    @_context.in_eager_mode("GradientMonitor: open a monitor outside of a function with fullgraph=True")
     def __init__(
         self,
         model: torch.nn.Module,
@@ -133,15 +139,10 @@ class GradientMonitor:
                 f"is among the {len(list(model.parameters()))} of the model"
             )
         self._weights = _Weights(keeps_memory=every < 10) if updates else None
-        self._begin()
-        self._handles: list[Any] = [
-            inner.register_step_pre_hook(self._before_step),
-            inner.register_step_post_hook(self._after_step),
-            *(known[name].register_forward_hook(CallHook(self._after_call, name)) for name in watched),
-        ]
-        _open.add(self)
+        self._begin(watched)
+        self._detach = _open.attach(self, inner, {name: known[name] for name in watched})
 
-    def _begin(self) -> None:
+    def _begin(self, watched: Sequence[str]) -> None:
         """Set what changes from step to step."""
         self._taken = 0  # steps
         self._recorded = -1  # the last step with norms
@@ -150,7 +151,7 @@ class GradientMonitor:
         self._step_scaler: torch.amp.GradScaler | None = None
         self._has_scaler = False  # if True, any step may be skipped, and is then recorded
         self._gradients: GradientStatistics | None = None
-        self._calls = Calls()
+        self._calls = Calls(watched)
         self._clippings: list[Clipping] = []  # since the last step
         self._clip_results = _Sum()  # since the last record
         self._skipped_steps = _Sum()
@@ -195,12 +196,9 @@ class GradientMonitor:
 
     def close(self) -> None:
         """Write what has not been written, flush the writer, and let go of model and optimizer."""
-        if not self._handles:
+        if not self._detach.alive:
             return
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        _open.discard(self)
+        self._detach()
         with contextlib.ExitStack() as work:  # last added, first called; all are called, even if the writer raises
             work.callback(self._let_go)
             if hasattr(self._writer, "flush"):
@@ -275,7 +273,7 @@ class GradientMonitor:
     @torch.no_grad()
     def _after_skipping(self, found_inf: torch.Tensor | None) -> None:
         """Record a step that `GradScaler.step` skipped. `found_inf` is None if it skipped none."""
-        if found_inf is None or not self._handles:
+        if found_inf is None or not self._detach.alive:
             return
         try:
             self._add_up_events(found_inf)
@@ -299,6 +297,7 @@ class GradientMonitor:
         held = _ids(self._optimizer)
         if held != self._held:
             self._held, self._layout = held, Layout(self._model, held)
+            _open.listen()
 
     def _end_step(self) -> None:
         self._clippings = []

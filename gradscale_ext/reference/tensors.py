@@ -61,14 +61,21 @@ def _statistics_of(tensor: torch.Tensor | None, p: float, device: torch.device) 
     magnitudes = finite.abs()
     nans, infs = elements.isnan().sum(), elements.isinf().sum()
     zeros = (elements == 0).sum() + (numel - elements.numel())
-    exponents = torch.frexp(magnitudes).exponent - 1  # floor of log2
-    bins = (exponents - (HISTOGRAM_FIRST_EDGE - 1)).clamp(0, HISTOGRAM_BINS - 1).long()
+    bins = (_exponents(magnitudes) - (HISTOGRAM_FIRST_EDGE - 1)).clamp(0, HISTOGRAM_BINS - 1).long()
     histogram = torch.zeros(HISTOGRAM_BINS, dtype=torch.int64, device=device)
     histogram = histogram.scatter_add(0, bins, (magnitudes > 0).long())
     count = numel - nans - infs
     values = [norm_of(magnitudes, p), _largest(magnitudes), finite.sum() / count.clamp(min=1)]
     counts = [torch.full_like(nans, numel), zeros, nans, infs, torch.full_like(nans, int(tensor is None))]
     return torch.stack(values), torch.stack(counts), histogram
+
+
+def _exponents(magnitudes: torch.Tensor) -> torch.Tensor:
+    """floor(log2(x)), from the bits of x: Inductor of PyTorch 2.13 writes invalid C++ for frexp of float64. Of
+    subnormal numbers and 0, the smallest exponent."""
+    is_double = magnitudes.dtype == torch.float64
+    fraction_bits, bias = (52, 1023) if is_double else (23, 127)
+    return (magnitudes.view(torch.int64 if is_double else torch.int32) >> fraction_bits) - bias
 
 
 def _largest(magnitudes: torch.Tensor) -> torch.Tensor:
@@ -85,13 +92,16 @@ def norm_of(magnitudes: torch.Tensor, p: float, dim: int = 0) -> torch.Tensor:
 
 
 def clipping_of(
-    values: torch.Tensor, counts: torch.Tensor, p: float, max_norm: float, skip_nonfinite: bool
+    values: torch.Tensor, counts: torch.Tensor, p: float, max_norm: float | torch.Tensor, skip_nonfinite: bool
 ) -> torch.Tensor:
-    """`[3]`: the norm of all tensors together, the factor that clips it, and 1 if the factor is not 1, else 0."""
+    """`[3]`: the norm of all tensors together, the factor that clips it, and 1 if the factor is not 1, else 0. A tensor
+    `max_norm` that is negative or NaN gives a factor of NaN."""
     total = norm_of(values[0], p)
     total = torch.where(counts[3].sum() > 0, math.inf, total)
     total = torch.where(counts[2].sum() > 0, math.nan, total)
     factor = (max_norm / (total + 1e-6)).clamp(max=1)
+    if isinstance(max_norm, torch.Tensor):
+        factor = torch.where(max_norm >= 0, factor, math.nan)
     if skip_nonfinite:
         factor = torch.where(total.isfinite(), factor, 0)
     return torch.stack([total, factor, (factor != 1).to(total.dtype)])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from .. import _context, reference
 from .._distributed import is_distributed
-from .._native import _C
-from .passes import clipping_of, has_kernels, in_groups, members_by, on_one_device
+from .passes import by_kernels, clipping_of, in_groups, keys_of, library_for, members_by, on_one_device
 from .shards import UnitNorms, groups_with_parts, local_part, merged_over_groups
 
 
@@ -41,8 +41,11 @@ class AdaptiveClipping:
         self._rows, self._process_group = unit == "row", process_group
         self._named = named
         self._gradients = [parameter.grad for _, parameter in named]
-        seen = {id(None)}
-        self._clipped = [not (id(g) in seen or seen.add(id(g))) for g in self._gradients]  # type: ignore[func-returns-value]
+        self._clipped: list[bool] = []
+        seen: set[object] = set()
+        for gradient, key in zip(self._gradients, keys_of(self._gradients), strict=True):
+            self._clipped.append(gradient is not None and key not in seen)
+            seen.add(key)
         self._columns: dict[int, slice] = {}
 
     def statistics(self) -> reference.Statistics:
@@ -92,12 +95,8 @@ class AdaptiveClipping:
         return [self._weights[index] if self._clipped[index] else None for index in members]
 
     def _by_kernels(self, members: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Statistics of some gradients, and norms `[2, U]` of the units of gradients and weights; None if the fused
-        pass does not accept them."""
-        if not _context.is_eager():
-            return None
         gradients = [self._parts[index] for index in members]
-        return _C.tensor_statistics(gradients, 2.0, self._weights_of(members), self._rows)
+        return by_kernels(gradients, 2.0, self._weights_of(members), self._rows)  # type: ignore[no-any-return]
 
     def _by_reference(self, members: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         gradients, weights = [self._parts[index] for index in members], self._weights_of(members)
@@ -133,13 +132,15 @@ class AdaptiveClipping:
                 columns.setdefault(name, []).append(own)
         return columns
 
-    def clipping(self, statistics: reference.Statistics, adaptive: float, eps: float, skip: bool) -> torch.Tensor:
+    def clipping(
+        self, statistics: reference.Statistics, adaptive: float | torch.Tensor, eps: float, skip: bool
+    ) -> torch.Tensor:
         """Find the factors of all units. Returns `[3]`: the total norm, the smallest factor, and 1 if any factor
         is not 1, else 0."""
         norms, without_limit = self._units.norms, clipping_of(statistics, 2.0, math.inf, skip)
-        on_cpu = norms.is_cpu and norms.is_contiguous() and has_kernels([norms])
-        unit_factors = _C.unit_factors if on_cpu else reference.unit_factors
-        self._factors, self._clipping = unit_factors(norms, without_limit, adaptive, eps, skip)
+        library: Any = library_for([norms]) if norms.is_cpu and norms.is_contiguous() else reference
+        self._clipping: torch.Tensor
+        self._factors, self._clipping = library.unit_factors(norms, without_limit, adaptive, eps, skip)
         return self._clipping
 
     def nonfinite_weights(self) -> list[str]:
@@ -152,16 +153,17 @@ class AdaptiveClipping:
 
     def clip(self, skip: bool) -> None:
         """Multiply each unit by its factor."""
-        if self._clipping.is_cpu and self._clipping[2] == 0:
+        if _context.is_eager() and self._clipping.is_cpu and self._clipping[2] == 0:
             return
         begin = 0
         for group in self._groups:
-            gradients = [part for i in group if self._clipped[i] and (part := self._parts[i]) is not None]
+            parts = [self._parts[index] for index in group if self._clipped[index]]
+            gradients = [part for part in parts if part is not None]
             if not gradients:
                 continue
             end = begin + sum(reference.units_of(gradient, self._rows) for gradient in gradients)
             own = self._factors[begin:end].to(gradients[0].device, non_blocking=True)
             begin = end
             is_strided = all(gradient.layout == torch.strided for gradient in gradients)
-            clip_units = _C.clip_units if is_strided and has_kernels(gradients) else reference.clip_units
-            clip_units(gradients, own, self._rows, skip)
+            library: Any = library_for(gradients) if is_strided else reference
+            library.clip_units(gradients, own, self._rows, skip)

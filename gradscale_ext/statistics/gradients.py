@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import numbers
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from .. import _context
-from .._native import _C
-from .._numbers import as_float
+from .._distributed import whole
+from .._native import _C, is_ordinary
+from .._numbers import as_float, check_scalar, real
 from .._ranks import group_of
 from .._table import fitted, html_table, shortened_name, table
 from .adaptive import AdaptiveClipping
-from .passes import Gradients, by_kernels, clip, clipping_of, statistics_of
+from .listeners import callbacks, is_watched, leaves_graph
+from .passes import Gradients, by_kernels, clip, clipping_of, keys_of, listed, statistics_of
 from .shards import local_part
 
 Parameters = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -187,7 +190,8 @@ def gradient_statistics(tensors: Tensors, names: Sequence[str] | None = None) ->
             place of a tensor. Tensors are floating or complex, dense or sparse, of any shapes, and on any devices.
             Complex elements enter by their modulus, and elements that a sparse tensor does not store are zeros.
             A DTensor is counted with all its shards: each process group runs one all-reduce for all tensors together,
-            so every rank must make the call.
+            so every rank must make the call. An iterator without elements, which has probably been used up before,
+            causes a warning.
         names: one per tensor, for tables; by default the names in `tensors`, or else the indices.
 
     Returns:
@@ -212,7 +216,7 @@ def gradient_statistics(tensors: Tensors, names: Sequence[str] | None = None) ->
     ones    4      2     1        1     0      0     0
     total norm: 2
     """
-    own_names, given = _entries("gradient_statistics", "tensors", tensors)
+    own_names, given = _entries("gradient_statistics", "tensors", tensors, stacklevel=2)
     is_gradient = _are_parameters(given)
     gradients: Gradients = given
     if any(is_gradient):
@@ -253,7 +257,9 @@ def _are_parameters(given: list[Any]) -> list[bool]:
 _NUMBERS = [str(number) for number in range(1024)]
 
 
-def _entries(function: str, argument: str, tensors: Tensors | Parameters) -> tuple[list[str], list[Any]]:
+def _entries(
+    function: str, argument: str, tensors: Tensors | Parameters, stacklevel: int
+) -> tuple[list[str], list[Any]]:
     """Names (numbers where none were given) and entries, which are not checked yet."""
     if isinstance(tensors, torch.nn.Module):
         given: list[Any] = list(tensors.named_parameters())
@@ -262,7 +268,7 @@ def _entries(function: str, argument: str, tensors: Tensors | Parameters) -> tup
             raise TypeError(
                 f"{function}: {argument} must be a module or tensors, but it is of type {type(tensors).__name__}"
             )
-        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        given = [tensors] if isinstance(tensors, torch.Tensor) else listed(function, argument, tensors, 1 + stacklevel)
     names = _NUMBERS[: len(given)] + [str(number) for number in range(len(_NUMBERS), len(given))]
     if tuple in map(type, given):
         for index, entry in enumerate(given):
@@ -271,19 +277,12 @@ def _entries(function: str, argument: str, tensors: Tensors | Parameters) -> tup
     return names, given
 
 
-Listener = Callable[[list[torch.Tensor]], Callable[[GradientStatistics], None]]
-"""Callback that gets the parameters before clipping, and returns a callback for the statistics from before clipping."""
-
-listeners: list[Listener] = []
-"""`clip_gradients_` calls these before it clips, and the callbacks that they return after it has clipped."""
-
-
 @torch.no_grad()
 def clip_gradients_(
     parameters: Parameters,
-    max_norm: float | None = None,
+    max_norm: float | torch.Tensor | None = None,
     *,
-    norm_type: float = 2.0,
+    norm_type: float | Literal["inf"] = 2.0,
     adaptive: float | None = None,
     eps: float = 1e-3,
     unit: str = "row",
@@ -303,12 +302,19 @@ def clip_gradients_(
     The pass that computes the statistics also computes the norms. Nothing waits for the device, unless `nonfinite` is
     "error".
 
+    Inside of `torch.compile` the passes are operators of the graph, and gradients get the same bits (complex ones are
+    multiplied in their own precision), with ``fullgraph=True`` too. Two clippings leave the graph, and run in eager
+    mode: with `nonfinite` "error", which raises with ``fullgraph=True``, and of parameters that an open
+    `GradientMonitor` watches, which does not see a clipping with ``fullgraph=True`` and says so once.
+
     Args:
         parameters: a module, a tensor, tensors, or pairs of name and tensor as from `named_parameters()`. A
             parameter that occurs twice is clipped once; parameters without a gradient are skipped. Gradients may be
-            dense, sparse, complex, on several devices, and of any floating dtype.
-        max_norm: the largest norm that is not clipped, at least 0.
-        norm_type: p of the norm: any number greater than 0, or inf. With `adaptive` it must be 2.
+            dense, sparse, complex, on several devices, and of any floating dtype. An iterator without elements, which
+            has probably been used up before, causes a warning.
+        max_norm: the largest norm that is not clipped, at least 0: a number, or a real tensor without dimensions, which
+            is read on its device. On a GPU a tensor is not checked, and a negative or NaN one gives NaN.
+        norm_type: p of the norm: any number greater than 0, or inf (also written "inf"). With `adaptive` it must be 2.
         adaptive: the largest ratio of norms that is not clipped, at least 0, in place of `max_norm`. Brock et al. use
             0.01 to 0.16, and DreamerV3 0.3 with ``unit="tensor"``. Leave out the parameters of a last linear layer, as
             Brock et al. do, by not passing them.
@@ -351,8 +357,8 @@ def clip_gradients_(
     if (max_norm is None) == (adaptive is None):
         given = "neither" if max_norm is None else f"max_norm={max_norm} and adaptive={adaptive}"
         raise ValueError(f"clip_gradients_: give one of max_norm and adaptive, but it got {given}")
-    p = _positive("norm_type", norm_type)
-    limit = _limit("max_norm", max_norm) if adaptive is None else _limit("adaptive", adaptive)
+    p = _positive("norm_type", math.inf if norm_type == "inf" else norm_type)
+    limit = _max_norm(max_norm) if adaptive is None else _limit("adaptive", adaptive)
     smallest = _limit("eps", eps)
     if adaptive is not None and p != 2:
         raise ValueError(f"clip_gradients_: norm_type must be 2 with adaptive, but it is {p}")
@@ -361,29 +367,53 @@ def clip_gradients_(
     if nonfinite not in ("propagate", "skip", "error"):
         raise ValueError(f"clip_gradients_: nonfinite must be 'propagate', 'skip' or 'error', but it is {nonfinite!r}")
     group_of("clip_gradients_", process_group)
+    leaves = not _context.is_eager() and (nonfinite == "error" or leaves_graph([parameter for _, parameter in named]))
+    clip_named = _clip_in_eager_mode if leaves else _clip
+    return clip_named(named, p, limit, None if adaptive is None else unit, smallest, nonfinite, process_group)
+
+
+def _clip(
+    named: list[tuple[str, torch.Tensor]],
+    p: float,
+    limit: float | torch.Tensor,
+    unit: str | None,
+    eps: float,
+    nonfinite: str,
+    process_group: torch.distributed.ProcessGroup | None,
+) -> GradientStatistics:
+    """Clip gradients by checked arguments, and tell the monitors. With a `unit`, clipping is adaptive, and `limit` is
+    the ratio of norms."""
     skip = nonfinite == "skip"
-    gradients = [parameter.grad for _, parameter in named]
-    units = None if adaptive is None else AdaptiveClipping(named, unit, process_group)
+    units = None if unit is None else AdaptiveClipping(named, unit, process_group)
+    parameters = [parameter for _, parameter in named]
+    gradients = [parameter.grad for parameter in parameters]
     if units is None:
         parts = statistics_of(gradients, p, process_group)
         clipping = clipping_of(parts, p, limit, skip)
     else:
         parts = units.statistics()
-        clipping = units.clipping(parts, limit, smallest, skip)
+        clipping = units.clipping(parts, limit, eps, skip)
     statistics = GradientStatistics([name for name, _ in named], [True] * len(named), *parts, p, clipping)
     if nonfinite == "error" and not math.isfinite(statistics.total_norm.item()):
         raise RuntimeError(_nonfinite(statistics))
     if nonfinite == "error" and units is not None and (bad := units.nonfinite_weights()):
         raise RuntimeError(f"clip_gradients_: NaN in the weights of {', '.join(bad[:5])}; no gradient has been changed")
-    distinct = {id(gradient): gradient for gradient in gradients if gradient is not None}
-    told = [listener([parameter for _, parameter in named]) for listener in listeners]
+    told = [callback(parameters) for callback in callbacks] if _context.is_eager() and is_watched(parameters) else []
     if units is None:
+        present = [gradient for gradient in gradients if gradient is not None]
+        distinct = dict(zip(keys_of(present), present, strict=True))
         clip([local_part(gradient) for gradient in distinct.values()], clipping, skip)
     else:
         units.clip(skip)
     for tell in told:
         tell(statistics)
     return statistics
+
+
+_clip_in_eager_mode = _context.in_eager_mode(
+    "clip_gradients_: nonfinite='error' reads the norm on the host, which fullgraph=True does not allow; or a "
+    "GradientMonitor watches the parameters"
+)(_clip)
 
 
 def _check(function: str, argument: str, tensor: Any) -> None:
@@ -394,11 +424,12 @@ def _check(function: str, argument: str, tensor: Any) -> None:
 
 def _named(parameters: Parameters) -> list[tuple[str, torch.Tensor]]:
     """Distinct parameters with their names."""
-    named: dict[int, tuple[str, torch.Tensor]] = {}
-    for index, (name, parameter) in enumerate(zip(*_entries("clip_gradients_", "parameters", parameters), strict=True)):
+    names, given = _entries("clip_gradients_", "parameters", parameters, stacklevel=4)
+    named: dict[object, tuple[str, torch.Tensor]] = {}
+    for index, (name, parameter, key) in enumerate(zip(names, given, keys_of(given), strict=True)):
         if not (isinstance(parameter, torch.Tensor) and parameter.is_floating_point()):
             _check("clip_gradients_", f"parameters[{index}]", parameter)
-        named.setdefault(id(parameter), (name, parameter))
+        named.setdefault(key, (name, parameter))
     return list(named.values())
 
 
@@ -409,6 +440,15 @@ def _positive(argument: str, value: Any) -> float:
     return number
 
 
+def _max_norm(value: Any) -> float | torch.Tensor:
+    """A number, or a tensor without dimensions, which is read on its device."""
+    if not isinstance(value, torch.Tensor):
+        return _limit("max_norm", value)
+    check_scalar("clip_gradients_: max_norm", value)
+    value = whole(value)
+    return _limit("max_norm", value.item()) if value.is_cpu and _context.is_eager() and is_ordinary() else value
+
+
 def _limit(argument: str, value: Any) -> float:
     number = _real(argument, value)
     if not number >= 0:
@@ -417,9 +457,11 @@ def _limit(argument: str, value: Any) -> float:
 
 
 def _real(argument: str, value: Any) -> float:
-    if isinstance(value, torch.Tensor) or not hasattr(value, "__float__"):
-        raise TypeError(f"clip_gradients_: {argument} must be a number, but it is of type {type(value).__name__}")
-    return as_float(f"clip_gradients_: {argument}", value)
+    name = f"clip_gradients_: {argument}"
+    is_common = isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt | torch.Tensor)
+    if not is_common and hasattr(value, "__float__") and getattr(value, "dtype", "") != "bool":
+        value = as_float(name, value)  # a Decimal, or a NumPy array without dimensions
+    return real(name, value)
 
 
 def _nonfinite(statistics: GradientStatistics) -> str:

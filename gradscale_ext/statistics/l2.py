@@ -8,13 +8,15 @@ import torch
 
 from .. import _context, _numbers, reference
 from .._native import _C
+from .passes import listed
 
 
 def l2_loss(parameters: Iterable[torch.Tensor] | torch.nn.Module, weight: float | torch.Tensor = 1.0) -> torch.Tensor:
     """``weight * sum over tensors of |p|^2 / 2``: the weight decay term of the MuZero pseudocode, in one pass.
 
     Args:
-        parameters: floating tensors of any shapes, or a module, whose parameters are used.
+        parameters: floating tensors of any shapes, or a module, whose parameters are used. An iterator without
+            elements, which has probably been used up before, causes a warning.
         weight: factor, for instance 1e-4. A real tensor without dimensions is not read by the host, and gets a
             gradient; PyTorch's own operations then compute the loss.
 
@@ -33,16 +35,16 @@ def l2_loss(parameters: Iterable[torch.Tensor] | torch.nn.Module, weight: float 
     (1.25, [0.30000001192092896, 0.4000000059604645])
     """
     if isinstance(parameters, torch.nn.Module):
-        parameters = parameters.parameters()
+        parameters = list(parameters.parameters())
     elif isinstance(parameters, torch.Tensor):
         parameters = [parameters]
-    tensors = list(parameters)
+    tensors = listed("l2_loss", "parameters", parameters, stacklevel=2)
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
             kind = tensor.dtype if isinstance(tensor, torch.Tensor) else f"of type {type(tensor).__name__}"
             raise TypeError(f"l2_loss: parameters[{index}] must be a floating tensor, but it is {kind}")
     if isinstance(weight, torch.Tensor):
-        _check_weight(weight)
+        _numbers.check_scalar("l2_loss: weight", weight)
         return reference.l2_loss(tensors, weight)
     weight = _numbers.real("l2_loss: weight", weight, "a real number or a tensor without dimensions")
     if _context.is_eager():
@@ -52,13 +54,3 @@ def l2_loss(parameters: Iterable[torch.Tensor] | torch.nn.Module, weight: float 
     elif tensors and _context.varies(weight):
         return reference.l2_loss(tensors, _context.as_tensor(weight, tensors[0].device))
     return reference.l2_loss(tensors, weight)
-
-
-def _check_weight(weight: torch.Tensor) -> None:
-    if weight.is_complex() or weight.dtype == torch.bool:
-        raise TypeError(f"l2_loss: weight must be real, but it is a tensor of dtype {weight.dtype}")
-    if weight.dim() > 0:
-        raise ValueError(
-            "l2_loss: weight must be a real number or a tensor without dimensions, "
-            f"but it has shape {list(weight.shape)}"
-        )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from .. import _context, reference
 from .._native import _C, DEVICE_TYPES, is_ordinary
+from . import operators
 from .shards import local_part, merged_over_groups
 
 Gradients = Sequence[torch.Tensor | None]
@@ -15,23 +18,53 @@ Gradients = Sequence[torch.Tensor | None]
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
-def by_kernels(gradients: Gradients, p: float) -> reference.Statistics | None:
-    """Statistics by the fused pass; None if it does not accept these tensors."""
-    if not _context.is_eager():
-        return None
-    try:
-        return _C.tensor_statistics(gradients, p)
-    except TypeError:  # an entry is not a tensor
-        return None
-
-
-def has_kernels(tensors: Sequence[torch.Tensor]) -> bool:
-    return (
-        _context.is_eager()
-        and is_ordinary()
-        and _PLAIN.issuperset(map(type, tensors))
-        and all(device.type in DEVICE_TYPES for device in {tensor.device for tensor in tensors})
+def by_kernels(gradients: Gradients, p: float, weights: Gradients | None = None, rows: bool = False) -> Any:
+    """Statistics by the fused pass and, if there are weights, norms `[2, U]` of the units of gradients and weights.
+    None if the pass does not accept these tensors."""
+    if _context.is_eager():
+        try:
+            return _C.tensor_statistics(gradients, p, weights, rows)
+        except TypeError:  # an entry is not a tensor
+            return None
+    tensors = [tensor for tensor in (*gradients, *(weights or ())) if tensor is not None]
+    accepts = (
+        library_for(tensors) is operators
+        and len({tensor.device for tensor in tensors}) == 1
+        and all((t.is_floating_point() or t.is_complex()) and t.layout == torch.strided for t in tensors)
     )
+    return operators.tensor_statistics(gradients, p, weights, rows) if accepts else None
+
+
+def library_for(tensors: Sequence[torch.Tensor]) -> Any:
+    """The module whose passes accept these tensors: the extension, its operators while torch.compile traces, or the
+    reference."""
+    is_accepted = _PLAIN.issuperset(map(type, tensors)) and all(
+        device.type in DEVICE_TYPES for device in {tensor.device for tensor in tensors}
+    )
+    if not is_accepted:
+        return reference
+    if _context.is_eager():
+        return _C if is_ordinary() else reference
+    return reference if _context.is_transformed() else operators
+
+
+def keys_of(tensors: Sequence[object]) -> Sequence[object]:
+    """Keys by which tensors are told apart: their ids, or, while torch.compile traces, the tensors themselves, because
+    it would compile again for each id."""
+    return list(map(id, tensors)) if _context.is_eager() else tensors
+
+
+def listed(function: str, argument: str, tensors: Iterable[Any], stacklevel: int) -> list[Any]:
+    """The elements as a list. An iterator without elements has probably been used before, which a warning says.
+    `stacklevel` counts from the caller of this function to the user."""
+    elements = list(tensors)
+    if not elements and isinstance(tensors, Iterator):
+        warnings.warn(
+            f"{function}: {argument} is an iterator without elements, so there is nothing to do. It may have been used "
+            "up before, as model.parameters() is by an optimizer; pass the model or a list",
+            stacklevel=stacklevel + 1,
+        )
+    return elements
 
 
 def on_one_device(gradients: Gradients, p: float) -> reference.Statistics:
@@ -42,7 +75,7 @@ def statistics_of(
     gradients: Gradients, p: float, process_group: torch.distributed.ProcessGroup | None
 ) -> reference.Statistics:
     if process_group is None and (statistics := by_kernels(gradients, p)) is not None:
-        return statistics
+        return statistics  # type: ignore[no-any-return]
     parts = [gradient if gradient is None else local_part(gradient) for gradient in gradients]
     members = members_by(lambda index: _device_of(parts[index]), len(parts))
     statistics = in_groups(members, lambda group: on_one_device([parts[i] for i in group], p))
@@ -81,14 +114,12 @@ def in_groups(
     return values.T.contiguous(), counts.T.contiguous(), histogram
 
 
-def clipping_of(parts: reference.Statistics, p: float, max_norm: float, skip: bool) -> torch.Tensor:
+def clipping_of(parts: reference.Statistics, p: float, max_norm: float | torch.Tensor, skip: bool) -> torch.Tensor:
     values, counts, _ = parts
-    function = _C.clipping_of if has_kernels([values]) else reference.clipping_of
-    return function(values, counts, p, max_norm, skip)
+    return library_for([values]).clipping_of(values, counts, p, max_norm, skip)  # type: ignore[no-any-return]
 
 
 def clip(gradients: list[torch.Tensor], clipping: torch.Tensor, skip: bool) -> None:
     for device in dict.fromkeys(gradient.device for gradient in gradients):
         members = [gradient for gradient in gradients if gradient.device == device]
-        clip_units = _C.clip_units if has_kernels(members) else reference.clip_units
-        clip_units(members, clipping[1:2].to(device, non_blocking=True), False, skip)
+        library_for(members).clip_units(members, clipping[1:2].to(device, non_blocking=True), False, skip)
