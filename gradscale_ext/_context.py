@@ -22,6 +22,15 @@ def is_transformed() -> bool:
 is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def require_values(function: str) -> None:
+    """Raise where tensors have no values that `check=True` could read."""
+    if not is_eager() or is_transformed():
+        raise NotImplementedError(
+            f"{function}: check=True reads values, which do not exist while torch.compile, torch.export or a "
+            "torch.func transform traces; call it once outside with check=True, and inside without"
+        )
+
+
 def varies(number: float) -> bool:
     """Return True if torch.compile traces a Python number as a variable because it changed after the first graph."""
     from torch.fx.experimental.symbolic_shapes import has_static_value  # not at the top: it imports the compiler

@@ -43,17 +43,17 @@ def mesh_of(*values: Any) -> DeviceMesh | None:
     return None
 
 
-def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+def mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Apply `function` to the tensors in nested lists, tuples and mappings, and in a dataclass."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, list | tuple):
-        items = [_mapped(function, item) for item in value]
+        items = [mapped(function, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, Mapping):
-        return {key: _mapped(function, item) for key, item in value.items()}
+        return {key: mapped(function, item) for key, item in value.items()}
     if value is not None and is_dataclass(value) and not isinstance(value, type):  # PyTorch 2.11 cannot trace None here
-        return replace(value, **{field.name: _mapped(function, getattr(value, field.name)) for field in fields(value)})
+        return replace(value, **{field.name: mapped(function, getattr(value, field.name)) for field in fields(value)})
     return value
 
 
@@ -82,7 +82,7 @@ def whole(value: Any) -> Any:
     def gathered(tensor: Any) -> torch.Tensor:
         return _with_checked_gradient(tensor.full_tensor()) if is_distributed(tensor) else tensor
 
-    return _mapped(gathered, value)
+    return mapped(gathered, value)
 
 
 def with_whole_gradient(tensor: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,7 @@ def replicated(value: Any, mesh: DeviceMesh) -> Any:
     from torch.distributed.tensor import DTensor, Replicate
 
     placements = [Replicate()] * mesh.ndim
-    return _mapped(
+    return mapped(
         lambda tensor: tensor
         if is_distributed(tensor)
         else DTensor.from_local(tensor, mesh, placements, run_check=False),
@@ -109,4 +109,4 @@ def by_whole(function: Callable[..., Any], first: Any, *others: Any) -> Any:
     """Call a function with gathered tensors in place of DTensors. If `first` has a DTensor, results are replicated."""
     result = function(*whole((first, *others)))
     mesh = mesh_of(first)
-    return result if mesh is None else replicated(_mapped(_with_checked_gradient, result), mesh)
+    return result if mesh is None else replicated(mapped(_with_checked_gradient, result), mesh)

@@ -40,7 +40,8 @@ struct BackwardNode : public torch::autograd::Node {
 class SavingNode : public BackwardNode {
  public:
   void save(const at::Tensor& tensor) {
-    saved_.emplace_back(tensor, /*is_output=*/false);
+    const bool is_inference = tensor.defined() && tensor.is_inference(); // PyTorch saves no tensor of inference mode
+    saved_.emplace_back(is_inference ? tensor.clone() : tensor, /*is_output=*/false);
   }
 
   void release_variables() override {
