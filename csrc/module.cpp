@@ -36,32 +36,32 @@ namespace {
 
 using gradscale::Plan;
 
-// The tensor, if the kernels can read it in this context; otherwise null.
-const at::Tensor* readable(py::handle given) {
-  if (!THPVariable_Check(given.ptr()) || !gradscale::ordinary_or_inference_context()) {
-    return nullptr;
-  }
-  const at::Tensor& tensor = THPVariable_Unpack(given.ptr());
-  return gradscale::ordinary_tensor(tensor) && gradscale::has_element(tensor) ? &tensor : nullptr;
+// The tensor, if the kernels can read it in this context; otherwise undefined.
+at::Tensor readable(py::handle given) {
+  at::Tensor tensor;
+  const bool is_read = THPVariable_Check(given.ptr()) && gradscale::ordinary_or_inference_context() &&
+                       gradscale::read_ordinary(THPVariable_Unpack(given.ptr()), tensor) &&
+                       gradscale::has_element(tensor);
+  return is_read ? tensor : at::Tensor();
 }
 
 // Decoded values, or None if the fused kernel does not accept these logits.
 py::object decode(
     const std::shared_ptr<gradscale::OwnedSupport>& support, const py::object& python_support, py::handle logits) {
-  const at::Tensor* tensor = readable(logits);
-  if (tensor == nullptr || tensor->dim() < 1 || tensor->size(-1) != support->get().num_bins) {
+  const at::Tensor tensor = readable(logits);
+  if (!tensor.defined() || tensor.dim() < 1 || tensor.size(-1) != support->get().num_bins) {
     return py::none();
   }
-  return py::cast(gradscale::decode(support, python_support, *tensor));
+  return py::cast(gradscale::decode(support, python_support, tensor));
 }
 
 // Distributions, or None if a gradient is wanted, or the kernel does not accept these scalars.
 py::object encode(const std::shared_ptr<gradscale::OwnedSupport>& support, double sigma_ratio, py::handle scalars) {
-  const at::Tensor* tensor = readable(scalars);
-  if (tensor == nullptr || (at::GradMode::is_enabled() && tensor->requires_grad())) {
+  const at::Tensor tensor = readable(scalars);
+  if (!tensor.defined() || (at::GradMode::is_enabled() && tensor.requires_grad())) {
     return py::none();
   }
-  return py::cast(gradscale::encode(support->get(), sigma_ratio, *tensor));
+  return py::cast(gradscale::encode(support->get(), sigma_ratio, tensor));
 }
 
 // Projected probabilities, or None if the kernel does not accept these tensors.
@@ -70,14 +70,14 @@ py::object project(
     py::handle probabilities,
     py::handle rewards,
     py::handle discounts) {
-  const at::Tensor *p = readable(probabilities), *r = readable(rewards), *d = readable(discounts);
-  if (p == nullptr || r == nullptr || d == nullptr || p->dim() < 1 || p->size(-1) != support->get().num_bins ||
-      r->sizes() != p->sizes().slice(0, p->dim() - 1) || d->sizes() != r->sizes() || r->device() != p->device() ||
-      d->device() != p->device()) {
+  const at::Tensor p = readable(probabilities), r = readable(rewards), d = readable(discounts);
+  if (!p.defined() || !r.defined() || !d.defined() || p.dim() < 1 || p.size(-1) != support->get().num_bins ||
+      r.sizes() != p.sizes().slice(0, p.dim() - 1) || d.sizes() != r.sizes() || r.device() != p.device() ||
+      d.device() != p.device()) {
     return py::none();
   }
   py::gil_scoped_release no_gil;
-  at::Tensor result = gradscale::project(support->get(), *p, *r, *d);
+  at::Tensor result = gradscale::project(support->get(), p, r, d);
   py::gil_scoped_acquire gil;
   return py::cast(std::move(result));
 }
@@ -87,9 +87,9 @@ py::object l2_loss(std::vector<at::Tensor> parameters, double weight) {
   if (!gradscale::ordinary_or_inference_context()) {
     return py::none();
   }
-  for (const at::Tensor& parameter : parameters) {
-    if (!gradscale::ordinary_tensor(parameter) || parameter.device() != parameters[0].device() ||
-        !gradscale::has_element(parameter)) {
+  for (at::Tensor& parameter : parameters) {
+    if (!gradscale::read_ordinary(at::Tensor(parameter), parameter) || !gradscale::has_element(parameter) ||
+        parameter.device() != parameters[0].device()) {
       return py::none();
     }
   }
@@ -143,6 +143,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("record_kernels", &gradscale::record_kernels);
   m.def("cpu_capability", &at::get_cpu_capability);
   m.def("ordinary_context", &gradscale::ordinary_context);
+  m.def("ordinary_or_inference_context", &gradscale::ordinary_or_inference_context);
+  m.def("reads", [](const at::Tensor& given) { // true if the kernels read a tensor of one of their dtypes
+    at::Tensor tensor;
+    return gradscale::read_ordinary(given, tensor);
+  });
   for (const auto add_operator : gradscale::eager_operators()) { // the gradient-flow operators
     add_operator(m);
   }

@@ -44,15 +44,15 @@ def mesh_of(*values: Any) -> DeviceMesh | None:
     return None
 
 
-def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+def mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Apply `function` to the tensors of a structure. Mappings become dicts."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        return {key: _mapped(function, item) for key, item in value.items()}
+        return {key: mapped(function, item) for key, item in value.items()}
     if _structures.is_leaf(value):
         return value
-    return _structures.rebuilt("gradscale_ext", lambda _, item: _mapped(function, item), value)
+    return _structures.rebuilt("gradscale_ext", lambda _, item: mapped(function, item), value)
 
 
 # In PyTorch 2.11, gradients lose their graph where they pass between DTensors and plain tensors.
@@ -80,7 +80,7 @@ def whole(value: Any) -> Any:
     def gathered(tensor: Any) -> torch.Tensor:
         return _with_checked_gradient(tensor.full_tensor()) if is_distributed(tensor) else tensor
 
-    return _mapped(gathered, value)
+    return mapped(gathered, value)
 
 
 def with_whole_gradient(tensor: torch.Tensor) -> torch.Tensor:
@@ -95,7 +95,7 @@ def replicated(value: Any, mesh: DeviceMesh) -> Any:
     from torch.distributed.tensor import DTensor, Replicate
 
     placements = [Replicate()] * mesh.ndim
-    return _mapped(
+    return mapped(
         lambda tensor: tensor
         if is_distributed(tensor)
         else DTensor.from_local(tensor, mesh, placements, run_check=False),
@@ -107,4 +107,4 @@ def by_whole(function: Callable[..., Any], first: Any, *others: Any) -> Any:
     """Call a function with gathered tensors in place of DTensors. If `first` has a DTensor, results are replicated."""
     result = function(*whole((first, *others)))
     mesh = mesh_of(first)
-    return result if mesh is None else replicated(_mapped(_with_checked_gradient, result), mesh)
+    return result if mesh is None else replicated(mapped(_with_checked_gradient, result), mesh)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
-from . import _kernels
+from . import _context, _kernels
 from ._remedies import INSTALL
+from .call.checks import DTYPES
 
 REBUILD = f"compile gradscale_ext again, in a checkout: `{INSTALL} --force-reinstall --no-deps .`"
 
@@ -84,3 +87,30 @@ if "cuda" in DEVICE_TYPES:
 def is_ordinary() -> bool:
     """Return True if autograd is on, and no transform, tracer or dispatch mode is active."""
     return _C.ordinary_context()
+
+
+def warn_of_reference(function: str, arguments: Iterable[tuple[str, torch.Tensor]], reason: str = "") -> None:
+    """Say once which argument sends a call to plain PyTorch, although there are kernels for its device.
+
+    Nothing is said where plain PyTorch is the right path: under torch.compile, in torch.func transforms, in forward
+    mode and in dispatch modes, which must see the operations. If a `reason` is given, it is the first argument's.
+    """
+    if not _context.is_eager() or not _C.ordinary_or_inference_context() or forward_ad._current_level >= 0:
+        return
+    for argument, tensor in arguments:
+        why = reason or _reason_for_reference(tensor)
+        if why and tensor.device.type in DEVICE_TYPES:
+            _context.say_once(
+                f"{function}: {argument} {why}; plain PyTorch computes such calls, many times slower than kernels"
+            )
+            return
+        reason = ""
+
+
+def _reason_for_reference(tensor: torch.Tensor) -> str:
+    """Why the kernels do not accept a tensor of a valid type, and what to write; empty if they do."""
+    if not _C.reads(tensor):
+        return f"is of type {type(tensor).__name__}, not a plain torch.Tensor: convert it"
+    if tensor.is_floating_point() and tensor.dtype not in DTYPES:
+        return f"is {tensor.dtype}: write .float()"
+    return ""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
+
+from . import _context
 
 #: How to install something into this environment; environments of uv have no pip. (find_spec("pip") would keep
 #: setuptools from being imported later.)
@@ -25,7 +28,7 @@ def remedy_for_type(value: object, name: str = "it") -> str:
     written = "..." if name == "it" else name
     if hasattr(value, "__array__"):
         return f"; convert {name}: torch.as_tensor({written})"
-    if isinstance(value, Iterator):
+    if isinstance(value, Iterable) and not isinstance(value, list | tuple | str | bytes | bytearray | Mapping | Set):
         return f"; make {name} a list: list({written})"
     if isinstance(value, list | tuple) and value:
         if all(isinstance(item, torch.Tensor) for item in value):
@@ -66,18 +69,30 @@ def remedy_for_kind(tensor: torch.Tensor, has_mask: bool = True) -> str | None:
     return None
 
 
+def look_like_probabilities(x: torch.Tensor) -> torch.Tensor:
+    """True for rows (slices of the last dimension) that are at least 0 and add up to 1."""
+    tolerance = 1e-3 if x.dtype in (torch.float32, torch.float64) else 2e-2
+    total = x.sum(-1, dtype=_context.widest(x.device))
+    return (x >= 0).all(-1) & ((total - 1).abs() <= tolerance)
+
+
 def remedy_for_dtype(dtype: torch.dtype) -> str:
     """Remedy for a dtype that no kernel accepts."""
     return "; write .real" if dtype.is_complex else "; write .float()"
 
 
 def remedy_for_shape(name: str, shape: Sequence[int], patterns: Iterable[Sequence[int | str]]) -> str:
-    """Remedy for a missing or superfluous last dimension of 1; letters stand for any size."""
+    """Remedy for a missing or superfluous last dimension of 1, or for groups of classes in one dimension; letters stand
+    for any size."""
     for pattern in patterns:
         if len(shape) == len(pattern) + 1 and shape[-1] == 1 and fits(shape[:-1], pattern):
             return f"; write {name}.squeeze(-1)"
         if len(shape) == len(pattern) - 1 and pattern[-1] == 1 and fits(shape, pattern[:-1]):
             return f"; write {name}.unsqueeze(-1)"
+        if len(shape) == len(pattern) - 1 >= 2 and fits(shape[:-1], pattern[:-2]):
+            groups, classes = pattern[-2:]
+            if shape[-1] == math.prod(pattern[-2:]) if isinstance(groups, int) else groups == "G":
+                return f"; write {name}.unflatten(-1, ({groups}, {classes}))"
     return ""
 
 
@@ -118,23 +133,31 @@ def remedy_for_count(
     what: str,
     entries: Sequence[torch.Tensor | None],
     wanted: int,
+    batch: int,
     first_step: int,
     longest: str,
     longest_first_step: int,
+    surplus: int | None,
 ) -> str:
-    """Remedy for a number of entries that differs from the number of the head `longest`."""
+    """Remedy for a number of entries that differs from the number of the head `longest`. The targets of all heads have
+    `surplus` more entries than their predictions; None if heads differ."""
+    first = entries[0]
+    if first is not None and first.dim() > 0 and first.shape[0] == wanted != batch:
+        return "; samples and steps look exchanged: see batch_first, and write torch.stack(...) for a list by sample"
+    if what == "target" and surplus and (first_step == 0 or surplus < 0):
+        return (
+            f"; K actions give K + 1 predictions: unroll with {len(entries) + first_step - 1} actions, or give "
+            f"{wanted} targets"
+        )
+    if what == "target" and len(entries) == wanted + 1 and first_step == 1:
+        return "; leave out the target of the root"
     if len(entries) == wanted - 1 and first_step == 0:
-        if longest_first_step == 1:
-            return f"; leave out the root in head '{longest}', or its first_step=1"
         if what == "target":
             return (
                 "; for targets of gs.muzero_targets, pass root_reward= to it, or declare the head with first_step=1 "
                 "and leave out its prediction at the root"
             )
-        return "; a head that has nothing at the root is declared with first_step=1"
-    if len(entries) == wanted + 1 and first_step == 1 and what == "target":
-        return "; leave out the target of the root"
-    first = entries[0]
-    if first is not None and first.dim() > 0 and first.shape[0] == wanted:
-        return "; samples and steps look exchanged: see batch_first, and write torch.stack(...) for a list by sample"
+        if longest_first_step == 1:
+            return f"; leave out the root in head '{longest}', or its first_step=1"
+        return "; a head that has nothing at the root is declared with first_step=1, and has no prediction for it"
     return ""

@@ -96,8 +96,10 @@ class Head:
 
     def _check_support(self, support: object) -> None:
         if not hasattr(support, "numbers"):
+            name = type(self).__name__
             raise TypeError(
-                f"{type(self).__name__}: support must be a Support, but it is of type {type(support).__name__}"
+                f"{name}: support must be a Support, but it is of type {type(support).__name__}; write "
+                f"{name}(Support.muzero()), or {name}(Support(minimum, maximum, num_bins))"
             )
 
 

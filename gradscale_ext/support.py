@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from . import _context, _distributed, _numbers, _remedies
-from ._native import _C
+from ._native import _C, warn_of_reference
 from .reference import supports as reference
 from .transforms import LARGEST_FLOAT32, TRANSFORMS, checked_eps, largest_transformed
 
@@ -115,7 +115,7 @@ class Support:
 
         Args:
             x: floating tensor of raw (untransformed) scalars. Scalars out of range, including ±inf, are encoded as the
-                end bin, and NaN as a row of NaN.
+                end bin, and NaN as a row of NaN. If it requires grad, plain PyTorch computes the gradient.
 
         Returns:
             `[..., S]` in the dtype of `x`; each row sums to 1.
@@ -127,7 +127,10 @@ class Support:
         if _distributed.is_distributed(x):
             return _distributed.by_whole(self.two_hot, x)  # type: ignore[no-any-return]
         encoded = _C.encode(self._compiled, 0.0, x) if _context.is_eager() else None
-        return reference.two_hot(x, self) if encoded is None else encoded
+        if encoded is None:
+            _warn_of_encoding("two_hot", x)
+            encoded = reference.two_hot(x, self)
+        return encoded
 
     def hl_gauss(self, x: torch.Tensor, sigma_ratio: float = 0.75) -> torch.Tensor:
         """Encode scalars `[...]` as histograms `[..., S]` of a normal distribution around them.
@@ -141,7 +144,7 @@ class Support:
 
         Args:
             x: floating tensor of raw scalars. Scalars out of range, including ±inf, are encoded as the end of the
-                range, and NaN as a row of NaN.
+                range, and NaN as a row of NaN. If it requires grad, plain PyTorch computes the gradient.
             sigma_ratio: standard deviation divided by the width of a bin; finite, above 0.
 
         Returns:
@@ -163,13 +166,18 @@ class Support:
         if _distributed.is_distributed(x):
             return _distributed.by_whole(self.hl_gauss, x, sigma_ratio)  # type: ignore[no-any-return]
         encoded = _C.encode(self._compiled, sigma_ratio, x) if _context.is_eager() else None
-        return reference.hl_gauss(x, self, sigma_ratio) if encoded is None else encoded
+        if encoded is None:
+            _warn_of_encoding("hl_gauss", x)
+            encoded = reference.hl_gauss(x, self, sigma_ratio)
+        return encoded
 
-    def decode(self, logits: torch.Tensor) -> torch.Tensor:
+    def decode(self, logits: torch.Tensor, *, check: bool = False) -> torch.Tensor:
         """Scalars `[...]` that logits `[..., S]` predict: softmax, expectation, inverse transform in one kernel.
 
         Args:
             logits: floating tensor whose last dimension is `num_bins`.
+            check: check the values too, and raise ValueError if they are NaN, inf or probabilities already. It waits
+                for the device, and raises an error where there are no values to read, as in `multi_step_loss`.
 
         Returns:
             `[...]` float32 (float64 for float64 logits) raw scalars, differentiable; exactly 0 for uniform logits over
@@ -177,9 +185,9 @@ class Support:
 
         Raises:
             TypeError: `logits` is not a floating tensor.
-            ValueError: the last dimension is not `num_bins`.
+            ValueError: the last dimension is not `num_bins`; with `check`, a wrong value.
         """
-        if _context.is_eager():
+        if _context.is_eager() and not check:
             values = _C.decode(self._compiled, self, logits)
             if values is not None:
                 return values
@@ -189,10 +197,22 @@ class Support:
                 f"Support.decode: logits must have shape [..., {self.num_bins}], but they have {tuple(logits.shape)}"
             )
         if _distributed.is_distributed(logits):
-            return _distributed.by_whole(self.decode, logits)  # type: ignore[no-any-return]
+            decode = functools.partial(self.decode, check=check)
+            return _distributed.by_whole(decode, logits)  # type: ignore[no-any-return]
+        if check:
+            _check_logits(logits, check)
+            return self.decode(logits)
+        warn_of_reference("Support.decode", [("logits", logits)])
         return reference.decode(logits, self)
 
-    def project(self, probabilities: torch.Tensor, rewards: torch.Tensor, discounts: torch.Tensor) -> torch.Tensor:
+    def project(
+        self,
+        probabilities: torch.Tensor,
+        rewards: torch.Tensor,
+        discounts: torch.Tensor,
+        *,
+        check: bool = False,
+    ) -> torch.Tensor:
         """Project the distribution of a distributional Bellman target onto the support, as C51 does.
 
         With c_j the raw centres and w_k the weights that `two_hot` gives to bin k::
@@ -205,6 +225,8 @@ class Support:
             probabilities: `[..., S]` floating tensor, of the next state; float64, float32, bfloat16 or float16.
             rewards: `[...]` floating tensor of raw rewards, or of n-step sums of rewards.
             discounts: `[...]` floating tensor; 0 where the episode has ended.
+            check: check the values too, and raise ValueError if a row of `probabilities` is negative somewhere or does
+                not add up to 1, as logits do not, or if a number is not finite; as in `decode`.
 
         Returns:
             `[..., S]`, float64 if one of the tensors is, else float32: a target of `SoftCrossEntropy`. All arguments
@@ -212,7 +234,7 @@ class Support:
 
         Raises:
             TypeError: an argument is not a floating tensor.
-            ValueError: shapes or devices do not fit.
+            ValueError: shapes or devices do not fit; with `check`, a wrong value.
 
         From Bellemare et al. 2017, "A Distributional Perspective on Reinforcement Learning", algorithm 1.
 
@@ -220,7 +242,7 @@ class Support:
         >>> support.project(torch.tensor([0.0, 0.5, 0.5]), torch.tensor(0.25), torch.tensor(0.5))
         tensor([0.0000, 0.5000, 0.5000])
         """
-        if _context.is_eager():
+        if _context.is_eager() and not check:
             projected = _C.project(self._compiled, probabilities, rewards, discounts)
             if projected is not None:
                 return projected
@@ -244,7 +266,12 @@ class Support:
                     f"{tuple(probabilities.shape[:-1])}, but they have {tuple(given[argument].shape)}"
                 )
         if any(_distributed.is_distributed(tensor) for tensor in given.values()):
-            return _distributed.by_whole(self.project, *given.values())  # type: ignore[no-any-return]
+            project = functools.partial(self.project, check=check)
+            return _distributed.by_whole(project, *given.values())  # type: ignore[no-any-return]
+        if check:
+            _check_atoms(given, check)
+            return self.project(probabilities, rewards, discounts)
+        warn_of_reference("Support.project", given.items())
         return reference.project(probabilities, rewards, discounts, self)
 
     def numbers(self) -> dict[str, float]:
@@ -280,6 +307,44 @@ def _check_scalars(function: str, x: torch.Tensor, argument: str = "x") -> None:
         raise TypeError(
             f"Support.{function}: {argument} must be a floating tensor, but its dtype is {x.dtype}"
             f"{_remedies.remedy_for_dtype(x.dtype)}"
+        )
+
+
+def _warn_of_encoding(function: str, x: torch.Tensor) -> None:
+    wants_gradient = x.requires_grad and torch.is_grad_enabled()
+    reason = "requires grad: detach() it, if the distributions need no gradient" if wants_gradient else ""
+    warn_of_reference(f"Support.{function}", [("x", x)], reason)
+
+
+def _check_logits(logits: torch.Tensor, check: bool) -> None:
+    _numbers.check_flag("Support.decode: check", check)
+    _context.require_values("Support.decode", "decode", logits)
+    wrong = logits.isnan() | (logits == math.inf)
+    if wrong.any():
+        raise ValueError(
+            f"Support.decode: logits must be finite or -inf, but {int(wrong.sum())} of {wrong.numel()} are NaN or inf"
+        )
+    if logits.numel() > 0 and _remedies.look_like_probabilities(logits).all():
+        raise ValueError(
+            "Support.decode: logits look like probabilities: all rows are at least 0 and add up to 1; leave out the "
+            "softmax"
+        )
+
+
+def _check_atoms(given: dict[str, torch.Tensor], check: bool) -> None:
+    _numbers.check_flag("Support.project: check", check)
+    _context.require_values("Support.project", "project", *given.values())
+    for argument, tensor in given.items():
+        if not tensor.isfinite().all():
+            raise ValueError(f"Support.project: {argument} must be finite, but a number is not")
+    rows = given["probabilities"].reshape(-1, given["probabilities"].shape[-1])
+    wrong = (~_remedies.look_like_probabilities(rows)).nonzero()
+    if len(wrong) > 0:
+        row = rows[wrong[0]]
+        raise ValueError(
+            f"Support.project: each row of probabilities must be at least 0 and add up to 1, but row {int(wrong[0])} "
+            f"has a least element of {float(row.min()):.6g} and a sum of {float(row.sum()):.6g}; write "
+            "logits.softmax(-1)"
         )
 
 

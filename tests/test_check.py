@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
 
 import pytest
 import torch
@@ -161,6 +163,132 @@ def test_masked_entries_are_not_checked(fault):
     options: dict = {"mask": torch.zeros(B, T, dtype=torch.bool)}
     FAULTS[fault][0](predictions, targets, options)
     gs.multi_step_loss(HEADS, predictions, targets, check=True, **options)
+
+
+FIVE = gs.Support(-2, 2, 5, transform="identity")
+#: A head, logits and a target of one sample at one step, and a part of the message.
+ILLEGAL = {
+    "label smoothing": (
+        gs.SoftCrossEntropy(label_smoothing=0.1),
+        [1.0, 2.0, -INF],
+        [1.0, 0.0, 0.0],
+        "the target of head 'x' at step 0 is positive where the logit is -inf after label_smoothing = 0.1, which makes "
+        "the loss infinite: sample 0 has [1, 0, 0]; write label_smoothing=0.0 for a head with illegal actions",
+    ),
+    "label smoothing of classes": (
+        gs.SoftCrossEntropy(label_smoothing=0.1),
+        [1.0, 2.0, -INF],
+        1,
+        "after label_smoothing = 0.1, which makes the loss infinite: sample 0 has 1; write label_smoothing=0.0",
+    ),
+    "label smoothing over bins": (
+        gs.TwoHot(FIVE, label_smoothing=0.5),
+        [-INF, 0.0, 0.0, 0.0, 0.0],
+        1.25,
+        "after label_smoothing = 0.5, which makes the loss infinite: sample 0 has 1.25; write label_smoothing=0.0",
+    ),
+    "the class of an illegal action": (
+        gs.SoftCrossEntropy(),
+        [1.0, 2.0, -INF],
+        2,
+        "is positive where the logit is -inf, which makes the loss infinite: sample 0 has 2; give illegal actions",
+    ),
+    "a two-hot bin": (gs.TwoHot(FIVE), [0.0, 0.0, 0.0, -INF, 0.0], 0.25, "is positive where the logit is -inf"),
+    "a bin of a histogram": (gs.HLGauss(FIVE), [0.0, 0.0, 0.0, -INF, 0.0], 0.25, "is positive where the logit is -inf"),
+    "a divergence": (
+        gs.CategoricalKL(unimix=0.0),
+        [[0.0, -INF]],
+        [[0.0, 0.0]],
+        "is positive where the logit is -inf, which makes the loss infinite: sample 0 has [0, 0]; write unimix above 0",
+    ),
+    "a divergence of p": (
+        gs.CategoricalKL(unimix=0.0, prediction="p"),
+        [[0.0, 0.0]],
+        [[0.0, -INF]],
+        "is positive where the logit is -inf, which makes the loss infinite: sample 0 has [0, -inf]; write unimix",
+    ),
+    "no legal action": (
+        gs.SoftCrossEntropy(),
+        [-INF, -INF],
+        [0.0, 0.0],
+        "the prediction of head 'x' at step 0 has only logits of -inf, whose softmax is NaN: sample 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("impl", ["fused", "reference"])
+@pytest.mark.parametrize("name", ILLEGAL)
+def test_targets_on_illegal_logits(name, impl):
+    head, logits, target, words = ILLEGAL[name]
+    logits, target = torch.tensor([[logits]]), torch.tensor([[target]])
+    call = functools.partial(gs.multi_step_loss, {"x": head}, {"x": logits}, {"x": target}, impl=impl)
+    assert not call().loss.isfinite()
+    with pytest.raises(ValueError, match=r"^multi_step_loss: ") as info:
+        call(check=True)
+    assert words in str(info.value)
+    call(check=True, mask=torch.tensor([[False]]))
+
+
+def test_illegal_logits_without_a_target_pass():
+    heads = {
+        "policy": gs.SoftCrossEntropy(),
+        "class": gs.SoftCrossEntropy(),
+        "value": gs.TwoHot(FIVE),
+        "gauss": gs.HLGauss(FIVE, sigma_ratio=0.02),
+        "kl": gs.CategoricalKL(unimix=0.0),
+        "mixed": gs.CategoricalKL(),
+    }
+    illegal = torch.tensor([[[-INF, 0.0, 1.0, 0.0, 2.0]]])
+    predictions = {name: illegal.unsqueeze(2) if name in ("kl", "mixed") else illegal for name in heads}
+    targets = {
+        "policy": torch.tensor([[[0.0, 0.5, 0.5, 0.0, 0.0]]]),
+        "class": torch.tensor([[3]]),
+        "value": torch.tensor([[0.25]]),
+        "gauss": torch.tensor([[0.0]]),
+        "kl": predictions["kl"],
+        "mixed": torch.zeros(1, 1, 1, 5),
+    }
+    assert gs.multi_step_loss(heads, predictions, targets, check=True).loss.isfinite()
+
+
+@pytest.mark.parametrize("head", [gs.TwoHot, gs.HLGauss])
+def test_scalars_beyond_the_support(head):
+    """The share counts finite unmasked targets, and the support in the message holds them."""
+    targets = torch.tensor([[0.0, 1.0], [40.0, INF], [-3.0, 4.0], [200.0, 0.0]])
+    mask = torch.tensor([[True, True], [True, True], [True, True], [False, True]])
+
+    def call(support, **options):
+        return gs.multi_step_loss({"x": head(support)}, {"x": torch.zeros(4, 2, 5)}, {"x": targets}, **options)
+
+    with pytest.warns(UserWarning, match="beyond its support") as found:
+        out = call(gs.Support(-3, 3, 5), mask=mask, check=True)
+    assert torch.equal(out.loss, call(gs.Support(-3, 3, 5), mask=mask).loss)
+    (message,) = [str(warning.message) for warning in found]
+    wider = (
+        "Support(minimum=-6.0, maximum=6.0, num_bins=5, transform='signed_hyperbolic', eps=0.001, space='transformed')"
+    )
+    assert message.startswith(
+        "multi_step_loss: 16.67% of the targets of head 'x' are beyond its support and are encoded as its ends; "
+        f"{wider} holds them, with wider bins"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(eval(f"gs.{wider}"), mask=mask, check=True)
+        call(gs.Support(-3, 3, 5), mask=mask & (targets.abs() < 10), check=True)
+        call(gs.Support(-3, 3, 5), mask=mask)
+    targets = torch.tensor([[-2.5, 7.0], [0.0, 200.0], [1.0, 1.0], [1.0, 1.0]])
+    with pytest.warns(UserWarning, match=r"12\.50%.*Support\(minimum=-3\.0, maximum=200\.0, .*'identity'"):
+        call(gs.Support(-2, 200, 5, "identity"), check=True)
+
+
+def test_targets_at_the_ends_of_a_support_are_not_beyond():
+    for support in (gs.Support.muzero(), gs.Support.tdmpc2(), gs.Support.dreamer_v3()):
+        ends = gs.reference.raw_centers(support, torch.float32)[[0, -1]]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            gs.multi_step_loss(
+                {"x": gs.TwoHot(support)}, {"x": torch.zeros(1, 2, support.num_bins)}, {"x": ends[None]}, check=True
+            )
 
 
 def test_a_mask_of_another_head_hides_no_error():

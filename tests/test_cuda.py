@@ -18,7 +18,7 @@ from contexts import CASES, POINT, WEIGHTS
 from exact import check_close as check_exact
 from exact import rows_of
 from test_adaptive import assert_clipped, parameters_of
-from test_loss import ALL_HEADS, OPTIONS, arguments, leaves
+from test_loss import ALL_HEADS, OPTIONS, arguments, leaves, norm_of_gradients, with_zeros_in_gradients
 from test_returns import FLAGS, FUNCTIONS, call, window_data
 from test_returns import inputs_of as inputs_of_returns
 from trajectories import random_data
@@ -467,6 +467,34 @@ def test_weights_that_are_not_finite(grad_output, device):
     assert all((g == 0).all() for g in found)
     options["importance_weights"] = torch.tensor([1.0, 2.0, math.nan, math.nan])
     assert check(heads, predictions, targets, device, torch.float32, **options)[0].loss.isfinite()
+
+
+@pytest.mark.parametrize("weight", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("width", [5, 101, 601])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_norms_of_gradients_that_are_not_finite(dtype, width, weight, device):
+    heads, predictions, targets = with_zeros_in_gradients(dtype, width)
+    predictions = {name: x.detach().to(device).requires_grad_() for name, x in predictions.items()}
+    targets = {name: t.to(device) for name, t in targets.items()}
+    weights = torch.tensor([1.0, 1.0, weight, 1.0, 1.0], device=device)
+    out = gs.multi_step_loss(heads, predictions, targets, importance_weights=weights)
+    gradients = torch.autograd.grad(out.loss, list(predictions.values()))
+    found = torch.stack(list(out.head_gradient_norms.values())).double()
+    expected = torch.stack([norm_of_gradients(gradient) for gradient in gradients])
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_shares_of_infinite_head_weights(masked, device):
+    """A loss of 0 times an infinite weight is NaN, in `loss` and in `head_losses`, unless it is masked."""
+    losses = torch.tensor([[1.0, 2.0], [0.0, 0.0]], device=device)
+    mask = torch.tensor([[True, True], [not masked, not masked]], device=device)
+    weights = {"a": torch.tensor(math.inf, device=device)}
+    heads = {"a": gs.PerStepLoss(), "b": gs.PerStepLoss()}
+    out = gs.multi_step_loss(heads, {"a": losses, "b": losses}, {}, mask=mask, head_weights=weights, reduction="sum")
+    expected = torch.tensor([math.inf if masked else math.nan, 3.0], device=device)
+    torch.testing.assert_close(torch.stack(list(out.head_losses.values())), expected, equal_nan=True)
+    torch.testing.assert_close(out.loss, expected[0], equal_nan=True)
 
 
 def test_infinite_entries_that_are_masked(device):

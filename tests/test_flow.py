@@ -297,6 +297,31 @@ def test_zeros_of_a_tensor_scale_are_exact(create_graph):
     torch.testing.assert_close(result[1], g[1], rtol=0, atol=0, equal_nan=True)
 
 
+#: Operators with a tensor [4] or [4, 3] as argument.
+WITH_TENSORS = {
+    "scale_gradient": lambda x, a, b: gs.scale_gradient(x, b),
+    "reverse_gradient": lambda x, a, b: gs.reverse_gradient(x, b),
+    "clip_gradient_norm": lambda x, a, b: gs.clip_gradient_norm(x, a, batch_dims=1),
+    "clip_gradient_value": lambda x, a, b: gs.clip_gradient_value(x, -b, b),
+    "normalize_gradient": lambda x, a, b: gs.normalize_gradient(x, a, batch_dims=1),
+}
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("operator", WITH_TENSORS)
+def test_arguments_made_in_inference_mode(operator, create_graph):
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    a, b = torch.rand(4, dtype=torch.float64), torch.rand(4, 3, dtype=torch.float64)
+    with torch.inference_mode():
+        arguments = a.clone(), b.clone()
+    results = []
+    for given in ((a, b), arguments):
+        y = WITH_TENSORS[operator](x * x, *given)
+        (gradient,) = torch.autograd.grad(y.sin().sum(), x, create_graph=create_graph)
+        results.append(torch.autograd.grad(gradient.square().sum(), x) if create_graph else gradient)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
 def test_a_tensor_scale_that_changes_before_the_backward_pass_raises():
     x = POINT.clone().requires_grad_()
     scale = TENSOR_SCALE.clone()

@@ -196,6 +196,22 @@ def test_nonfinite_weights_add_nothing_to_skipped_or_masked_samples(bad, impl):
     assert found[2].tolist() == [[0, 0], [1, 1], [1, 1]]
 
 
+@pytest.mark.parametrize("impl", ["fused", "reference"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("masked", [False, True])
+def test_head_losses_add_up_to_the_loss_if_weights_are_not_finite(bad, masked, impl):
+    """A loss of 0 times an infinite weight is NaN, in `loss` and in `head_losses`, unless it is masked."""
+    heads = {"a": gs.PerStepLoss(), "b": gs.PerStepLoss()}
+    mask = torch.tensor([[True, True], [not masked, not masked]])
+    for losses in ([[1.0, 2.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]):
+        a, b = torch.tensor(losses), torch.ones(2, 2)
+        weight = torch.tensor(bad)
+        out = run(impl, heads, {"a": a, "b": b}, {}, mask=mask, head_weights={"a": weight}, reduction="sum")
+        expected = weight * 3 if masked and losses[0] == [1.0, 2.0] else torch.tensor(float("nan"))
+        torch.testing.assert_close(out.head_losses["a"], expected, equal_nan=True)
+        torch.testing.assert_close(out.loss, out.head_losses["a"] + out.head_losses["b"], equal_nan=True)
+
+
 @pytest.mark.parametrize(("impl", "reduction"), [("fused", "mean"), ("fused", "none"), ("reference", "none")])
 def test_gradcheck_and_gradgradcheck(impl, reduction):
     """With a few heads. test_loss checks the second derivatives of all heads."""

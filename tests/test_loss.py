@@ -464,6 +464,62 @@ class TestWeightsThatAreNotFinite:
         assert y.grad[1].item() == 1.0
 
 
+def with_zeros_in_gradients(dtype, width=11):
+    """Heads, predictions and targets of five samples at one step, some of whose gradients have zeros among others."""
+    support = gs.Support(-10, 10, width)
+    heads = {
+        "two_hot": gs.TwoHot(support),
+        "smooth": gs.TwoHot(support, label_smoothing=0.1),
+        "gauss": gs.HLGauss(support),
+        "policy": gs.SoftCrossEntropy(),
+        "entropy": gs.SoftCrossEntropy(entropy_weight=0.1),
+        "quantiles": gs.QuantileHuber(),
+        "vector": gs.MeanSquaredError(),
+        "divergence": gs.CategoricalKL(),
+    }
+    generator = torch.Generator().manual_seed(width)
+    predictions, targets = {}, {}
+    for name, head in heads.items():
+        sizes = (2, width) if name == "divergence" else (width,)
+        x = torch.randn(5, 1, *sizes, generator=generator).to(dtype)
+        if name != "vector":
+            x[1:3, ..., 0] = 3000.0
+        predictions[name] = x.requires_grad_()
+        targets[name] = torch.rand(5, 1, *(() if head.decodes else sizes), generator=generator)
+    targets["vector"] = predictions["vector"].detach().float() + torch.arange(width) % 2
+    targets["quantiles"] = predictions["quantiles"].detach()[..., 1:2].float()
+    return heads, predictions, targets
+
+
+def norm_of_gradients(*gradients):
+    return torch.cat([gradient.double().flatten() for gradient in gradients]).square().sum().sqrt()
+
+
+@pytest.mark.parametrize("impl", ["fused", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weight", [INF, -INF, NAN, 1e30])
+@pytest.mark.parametrize("argument", ["importance_weights", "step_weights", "head_weights", "step_gradient_scale"])
+def test_norms_of_gradients_that_are_not_finite(argument, weight, dtype, impl):
+    """A norm is NaN where its gradient has NaN, inf where it has inf, and else finite. 0 times inf is NaN."""
+    for width in (5, 40):
+        heads, predictions, targets = with_zeros_in_gradients(dtype, width)
+        weights = torch.ones(5, 1, dtype=torch.float64)
+        weights[2] = weight
+        if argument == "head_weights":
+            weights = dict.fromkeys(heads, torch.tensor(weight, dtype=torch.float64))
+        elif argument == "importance_weights":
+            weights = weights.squeeze(1)
+        out = gs.multi_step_loss(heads, predictions, targets, **{argument: weights}, reduction="sum", impl=impl)
+        gradients = torch.autograd.grad(out.loss, list(predictions.values()))
+        found = torch.stack(list(out.head_gradient_norms.values())).double()
+        expected = torch.stack([norm_of_gradients(gradient) for gradient in gradients])
+        rtol = 1e-2 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=0, equal_nan=True)
+        if impl == "fused" and weight == INF and argument != "head_weights" and dtype != torch.bfloat16:
+            names = [name for name, norm in zip(heads, found, strict=True) if norm.isnan()]
+            assert {"two_hot", "vector", "quantiles"} <= set(names)
+
+
 def test_classes_at_one_step_and_strided_probabilities_at_another():
     logits = [torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     targets = [torch.tensor([0, 3, 1]), torch.rand(4, 3, dtype=torch.float64).t()]
@@ -941,6 +997,45 @@ def test_reduce_multi_step():
 
 
 # ---- The module -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("losses", "options"),
+    [
+        (torch.ones(3), {}),
+        ([1.0, 2.0], {}),
+        (None, {}),
+        (torch.ones(3, 2).long(), {}),
+        ([torch.ones(3), torch.ones(2)], {}),
+        (torch.ones(3, 2), {"mask": torch.ones(3, 2)}),
+        (torch.ones(3, 2), {"mask": {"own": torch.ones(3, 2) > 0}}),
+        (torch.ones(3, 2), {"step_weights": [1.0]}),
+        (torch.ones(3, 2), {"step_weights": [1.0, -1.0]}),
+        (torch.ones(3, 2), {"step_gradient_scale": "unrol"}),
+        (torch.ones(3, 2), {"importance_weights": torch.ones(2)}),
+        (torch.ones(3, 2), {"head_weights": {"loss": -1}}),
+        (torch.ones(3, 2), {"head_weights": 2.0}),
+        (torch.ones(3, 2), {"reduction": "avg"}),
+        (torch.ones(3, 2), {"nonfinite": "drop"}),
+        (torch.ones(3, 2), {"batch_first": 1}),
+        (torch.ones(3, 2), {"process_group": "all"}),
+        (torch.ones(3, 2), {"normalize_importance_weights": "yes"}),
+        (torch.ones(3, 2), {"check": "yes"}),
+        (torch.full((3, 2), NAN), {"check": True}),
+        (torch.ones(3, 2), {"check": True, "importance_weights": -torch.ones(3)}),
+    ],
+)
+def test_errors_of_reduce_multi_step_begin_with_its_name(losses, options):
+    with pytest.raises((TypeError, ValueError), match=r"^reduce_multi_step: "):
+        gs.reduce_multi_step(losses, **options)
+
+
+def test_errors_of_reduce_multi_step_in_transforms_begin_with_its_name():
+    with pytest.raises(NotImplementedError, match=r"^reduce_multi_step: check=True reads values"):
+        torch.func.vmap(lambda x: gs.reduce_multi_step(x, check=True).loss)(torch.ones(2, 3, 2))
+    broken = type("Broken", (list,), {"__iter__": lambda self: {}["broken"]})
+    with pytest.raises(KeyError, match=r"^'broken'$"):
+        gs.reduce_multi_step(torch.ones(3, 2), step_weights=broken([1.0, 1.0]))
 
 
 def test_module():

@@ -264,7 +264,7 @@ def an_error_of_one_rank_stays_on_that_rank(rank: int) -> None:
     message = "process_group needs reduction 'mean' or 'valid_mean', but the reduction is 'sum'"
     with pytest.raises(ValueError, match=message):
         gs.reduce_multi_step(torch.ones(2, 2), reduction="sum", process_group=dist.group.WORLD)
-    with pytest.raises(TypeError, match="multi_step_loss: process_group must be a "):
+    with pytest.raises(TypeError, match=r"^reduce_multi_step: process_group must be a "):
         gs.reduce_multi_step(torch.ones(2, 2), process_group="world")  # type: ignore[arg-type]
 
 
@@ -440,7 +440,7 @@ KILL, RAISE = "os.kill(os.getpid(), signal.SIGKILL)", "raise ValueError('of this
 @pytest.mark.parametrize(
     ("end", "later", "function"),
     [
-        pytest.param(RAISE, "pass", "multi_step_loss", marks=pytest.mark.slow),
+        pytest.param(RAISE, "pass", "reduce_multi_step", marks=pytest.mark.slow),
         ("pass", KILL, "gradient statistics"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import re
 import warnings
 
 import pytest
@@ -130,7 +132,100 @@ MISTAKES = {
     ),
     "[B, 1] and [B]": (lambda p, t, o: every(p["size"], lambda x: x.unsqueeze(-1)), "write target.unsqueeze(-1)"),
     "[B, 1] targets": (lambda p, t, o: every(t["value"], lambda x: x.unsqueeze(-1)), "write target.squeeze(-1)"),
-    "encoded targets": (lambda p, t, o: every(t["value"], SUPPORT.two_hot), "give the scalars: the head encodes them"),
+    "encoded targets": (lambda p, t, o: every(t["value"], SUPPORT.two_hot), "pass raw scalars: the head encodes them"),
+    "stacked encoded targets": (
+        lambda p, t, o: t.update(value=SUPPORT.two_hot(torch.randn(B, T))),
+        "the stacked target of head 'value' must have shape [B, T] for TwoHot, but it has [3, 6, 11]; pass raw "
+        "scalars: the head encodes them",
+    ),
+    "encoded targets of another support": (
+        lambda p, t, o: t.update(value=gs.Support(-1, 1, 3).two_hot(torch.randn(B, T))),
+        "but it has [3, 6, 3]; pass raw scalars: the head encodes them",
+    ),
+    "[B, T, 1] targets": (
+        lambda p, t, o: t.update(value=torch.randn(B, T, 1)),
+        "must have shape [B, T] for TwoHot, but it has [3, 6, 1]; write target.squeeze(-1)",
+    ),
+    "[T, B, 1] targets": (
+        lambda p, t, o: (
+            p.clear(),
+            t.clear(),
+            p.update(end=torch.randn(T, B)),
+            t.update(end=torch.rand(T, B, 1)),
+            o.update(batch_first=False, heads={"end": HEADS["end"]}),
+        ),
+        "must have shape [T, B] for BinaryCrossEntropy, but it has [6, 3, 1]; write target.squeeze(-1)",
+    ),
+    "[B, T, 1] predictions": (
+        lambda p, t, o: p.update(end=torch.randn(B, T, 1)),
+        "must have shape [B, T] for BinaryCrossEntropy, but it has [3, 6, 1]; write prediction.squeeze(-1)",
+    ),
+    "[B, T, 1] classes": (
+        lambda p, t, o: t.update(policy=torch.ones(B, T, 1).long()),
+        "write target.squeeze(-1)",
+    ),
+    "flat stacked logits of a divergence": (
+        lambda p, t, o: (
+            p.update(kl=torch.randn(B, T, 8)),
+            t.update(kl=torch.randn(B, T, 8)),
+            o.update(heads={**HEADS, "kl": gs.CategoricalKL()}),
+        ),
+        "must have shape [B, T, G, C] for CategoricalKL, but it has [3, 6, 8]; write prediction.unflatten(-1, (G, C)); "
+        "a single step is a list: [prediction]",
+    ),
+    "flat logits of a divergence": (
+        lambda p, t, o: (
+            p.update(kl=[torch.randn(B, 8)] * T),
+            t.update(kl=[torch.randn(B, 8)] * T),
+            o.update(heads={**HEADS, "kl": gs.CategoricalKL()}),
+        ),
+        "must have shape [B, G, C] for CategoricalKL, but it has [3, 8]; write prediction.unflatten(-1, (G, C))",
+    ),
+    "flat targets of a divergence": (
+        lambda p, t, o: (
+            p.update(kl=[torch.randn(B, 2, 4)] * T),
+            t.update(kl=[torch.randn(B, 8)] * T),
+            o.update(heads={**HEADS, "kl": gs.CategoricalKL()}),
+        ),
+        "must have shape [3, 2, 4] for CategoricalKL, but it has [3, 8]; write target.unflatten(-1, (2, 4))",
+    ),
+    "a deque of predictions": (
+        lambda p, t, o: p.update(value=collections.deque(p["value"])),
+        "of type deque; make it a list: list(...)",
+    ),
+    "an action too many": (
+        lambda p, t, o: [entries.pop() for entries in t.values()],
+        "the target of head 'value' must have 6 entries (first_step = 0; T = 6 steps, those of head 'value' with "
+        "first_step = 0 and 6 predictions), but it has 5; K actions give K + 1 predictions: unroll with 4 actions, or "
+        "give 6 targets",
+    ),
+    "an action too few": (
+        lambda p, t, o: [entries.append(entries[0]) for entries in t.values()],
+        "but it has 7; K actions give K + 1 predictions: unroll with 6 actions, or give 6 targets",
+    ),
+    "an action too many, stacked, as many samples as targets": (
+        lambda p, t, o: (
+            p.clear(),
+            t.clear(),
+            p.update(end=torch.randn(5, 6)),
+            t.update(end=torch.rand(5, 5)),
+            o.update(heads={"end": HEADS["end"]}),
+        ),
+        "but it has 5; K actions give K + 1 predictions: unroll with 4 actions, or give 6 targets",
+    ),
+    "targets of one head without the root": (
+        lambda p, t, o: t["policy"].pop(),
+        "but it has 5; a head that has nothing at the root is declared with first_step=1, and has no prediction for it",
+    ),
+    "the root as target of the only head": (
+        lambda p, t, o: (
+            [x.pop("value") for x in (p, t)],
+            t["reward"].append(t["reward"][0]),
+            [x.pop(name) for x in (p, t) for name in ("policy", "end", "size")],
+            o.update(heads={"reward": HEADS["reward"]}),
+        ),
+        "but it has 6; leave out the target of the root",
+    ),
     "integer targets": (lambda p, t, o: every(t["value"], torch.Tensor.long), "it is torch.int64; write .float()"),
     "bool targets": (lambda p, t, o: every(t["end"], torch.Tensor.bool), "it is torch.bool; write .float()"),
     "integer counts": (
@@ -194,8 +289,9 @@ def test_errors_suggest_code(mistake):
         warnings.simplefilter("ignore")  # PyTorch warns about nested and masked tensors
         change(predictions, targets, options)
         predictions = options.pop("predictions", predictions)
+        heads = options.pop("heads", HEADS)
         with pytest.raises((TypeError, ValueError)) as info:
-            gs.multi_step_loss(HEADS, predictions, targets, **options)
+            gs.multi_step_loss(heads, predictions, targets, **options)
     assert words in str(info.value)
 
 
@@ -234,3 +330,17 @@ def test_mistakes_are_found_while_compiling():
     )
     with pytest.raises(Exception, match=r"write mask\.bool\(\)"):
         function(torch.ones(B, T))
+
+
+def test_errors_of_heads_and_modules_say_what_to_write():
+    for head in (gs.TwoHot, gs.HLGauss):
+        name = head.__name__
+        words = f"{name}: support must be a Support, but it is of type int; write {name}(Support.muzero()), or {name}("
+        with pytest.raises(TypeError, match=re.escape(words)):
+            head(601)
+    words = (
+        "MultiStepLoss: heads are keyword arguments, but a positional one is of type dict; write MultiStepLoss(value="
+    )
+    with pytest.raises(TypeError, match=re.escape(words)) as info:
+        gs.MultiStepLoss(HEADS)
+    assert "or MultiStepLoss(**heads)" in str(info.value)

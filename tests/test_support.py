@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import gradscale_ext as gs
 
@@ -334,3 +336,149 @@ def test_decoding_keeps_small_centres_next_to_large_ones(limits, num_bins):
     exact, size = probabilities @ centers, probabilities @ centers.abs()
     for decoded in (support.decode(logits), gs.reference.decode(logits, support)):
         assert ((decoded - exact).abs() <= 4e-6 * size).all()
+
+
+# ---- Tensors that the kernels read, and the others ------------------------------------------------------------------
+
+
+def lazily_negated(x):
+    lazy = torch.complex(x, -x).conj().imag
+    assert lazy.is_neg()
+    return lazy
+
+
+CALLS = {
+    "decode": lambda support, x: support.decode(x),
+    "two_hot": lambda support, x: support.two_hot(x[..., 0]),
+    "hl_gauss": lambda support, x: support.hl_gauss(x[..., 0]),
+    "project": lambda support, x: support.project(x, x[..., 0], x[..., 1]),
+}
+
+
+@pytest.fixture
+def fused_only(monkeypatch):
+    for name in CALLS:
+        monkeypatch.setattr(gs.support.reference, name, None)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("support", [gs.Support(-5, 5, 11), gs.Support(-5, 5, 11, space="raw")])
+def test_lazily_negated_tensors_are_fused(name, support, fused_only):
+    x = torch.rand(7, 11, dtype=torch.float64)
+    assert torch.equal(CALLS[name](support, lazily_negated(x)), CALLS[name](support, x))
+    with torch.inference_mode():
+        assert torch.equal(CALLS[name](support, lazily_negated(x)), CALLS[name](support, x))
+
+
+def test_gradients_of_decode_with_lazy_negation(fused_only):
+    support = gs.Support(-5, 5, 11)
+    x = torch.rand(7, 11, dtype=torch.float64, requires_grad=True)
+    incoming = torch.rand(7, dtype=torch.float64)
+    (expected,) = torch.autograd.grad(support.decode(x), x, incoming)
+    (found,) = torch.autograd.grad(support.decode(lazily_negated(x)), x, lazily_negated(incoming))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_tensor_that_the_kernels_do_not_accept_is_named_once(name):
+    gs._context.say_once.cache_clear()
+    support, x = gs.Support(-5, 5, 11), torch.rand(7, 11)
+    argument = {"decode": "logits", "project": "probabilities"}.get(name, "x")
+    given = TwoTensor(x, x)
+    with pytest.warns(
+        UserWarning, match=f"^Support.{name}: {argument} is of type TwoTensor, not a plain torch.Tensor: "
+    ):
+        found = CALLS[name](support, given)
+    torch.testing.assert_close(found.a, CALLS[name](support, x))
+    with pytest.warns(
+        UserWarning, match=rf"^Support.{name}: {argument} is torch.float8_e4m3fn: write \.float\(\); plain"
+    ):
+        CALLS[name](support, x.to(torch.float8_e4m3fn))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        CALLS[name](support, given)
+        CALLS[name](support, x.to(torch.float8_e4m3fn))
+        torch.func.vmap(lambda row: CALLS[name](support, row))(x)
+
+
+def test_the_gradient_of_an_encoding_is_named_once():
+    gs._context.say_once.cache_clear()
+    x = torch.rand(7, requires_grad=True)
+    for name in ("two_hot", "hl_gauss"):
+        encode = getattr(gs.Support(-5, 5, 11), name)
+        words = rf"Support.{name}: x requires grad: detach\(\) it, if the distributions need no gradient; plain PyTorch"
+        with pytest.warns(UserWarning, match=words):
+            assert encode(x).requires_grad
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            encode(x)
+            encode(x.detach())
+            with torch.no_grad():
+                encode(x)
+
+
+# ---- check=True -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_values_of_logits(dtype):
+    support = gs.Support(-5, 5, 11)
+    logits = torch.randn(7, 11, dtype=dtype)
+    logits[1, 3] = -INF
+    assert torch.equal(support.decode(logits, check=True), support.decode(logits))
+    probabilities = logits.softmax(-1)
+    mixed = torch.cat([logits[:1], probabilities])
+    assert torch.equal(support.decode(mixed, check=True), support.decode(mixed))
+    with pytest.raises(
+        ValueError, match=r"^Support\.decode: logits look like probabilities: .*; leave out the softmax"
+    ):
+        support.decode(probabilities, check=True)
+    for bad in (NAN, INF):
+        logits[2, 0] = bad
+        with pytest.raises(
+            ValueError, match=r"^Support\.decode: logits must be finite or -inf, but 1 of 77 are NaN or"
+        ):
+            support.decode(logits, check=True)
+    assert support.decode(logits[:0], check=True).shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_values_of_a_projection(dtype):
+    support = gs.Support(-5, 5, 11)
+    logits, rewards, discounts = torch.randn(2, 7, 11), torch.randn(2, 7), torch.rand(2, 7)
+    p = logits.softmax(-1).to(dtype)
+    assert torch.equal(support.project(p, rewards, discounts, check=True), support.project(p, rewards, discounts))
+    words = (
+        r"^Support\.project: each row of probabilities must be at least 0 and add up to 1, but row {} has a least .*"
+    )
+    for row, changed in ((0, logits), (8, torch.where(torch.arange(14).view(2, 7, 1) == 8, 2 * p, p))):
+        with pytest.raises(ValueError, match=words.format(row) + r"write logits\.softmax\(-1\)"):
+            support.project(changed, rewards, discounts, check=True)
+    for argument in ("rewards", "discounts"):
+        given = {"rewards": rewards, "discounts": discounts, argument: torch.full((2, 7), NAN)}
+        with pytest.raises(ValueError, match=rf"^Support\.project: {argument} must be finite"):
+            support.project(p, **given, check=True)
+    assert support.project(p[:0], rewards[:0], discounts[:0], check=True).shape == (0, 7, 11)
+
+
+@pytest.mark.untraced
+def test_check_needs_values():
+    support, x = gs.Support(-5, 5, 11), torch.randn(7, 11)
+    calls = {
+        "decode": lambda x: support.decode(x, check=True).sum(),
+        "project": lambda x: support.project(x.softmax(-1), x[..., 0], x[..., 1], check=True).sum(),
+    }
+    for name, call in calls.items():
+        for function in (
+            torch.compile(call, backend="eager", fullgraph=True),
+            torch.func.vmap(call),
+            torch.func.grad(call),
+        ):
+            with pytest.raises(Exception, match=rf"Support\.{name}: check=True reads values, .*; call it once outside"):
+                function(x)
+        torch._dynamo.reset()
+    for call in (support.decode, lambda x, check: support.project(x, x[:, 0], x[:, 0], check=check)):
+        with pytest.raises(TypeError, match=r"^Support\.\w+: check must be True or False, but it is of type str"):
+            call(x, check="no")
+    with pytest.raises(ValueError, match=r"logits must have shape \[\.\.\., 11\]"):
+        support.decode(x[:, :3], check=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import gradscale_ext as gs
 
@@ -41,6 +44,59 @@ def test_gradient_of_a_tensor_weight():
     weight_gradient, p_gradient = torch.autograd.grad(gs.l2_loss([p], weight), [weight, p])
     assert weight_gradient == 12.5
     assert torch.equal(p_gradient, 0.5 * p)
+
+
+def test_a_constant_weight_on_the_cpu_is_read(monkeypatch):
+    monkeypatch.setattr(gs.statistics.l2.reference, "l2_loss", None)
+    p = torch.tensor([3.0, 4.0], requires_grad=True)
+    for weight in (
+        torch.tensor(0.5),
+        torch.tensor(0.5, dtype=torch.float64),
+        torch.inference_mode()(torch.tensor)(0.5),
+    ):
+        (gradient,) = torch.autograd.grad(gs.l2_loss([p], weight), p)
+        assert torch.equal(gradient, torch.tensor([1.5, 2.0]))
+    assert gs.l2_loss([p], torch.tensor(2)).item() == 25
+
+
+def test_lazily_negated_parameters_are_fused(monkeypatch):
+    monkeypatch.setattr(gs.statistics.l2.reference, "l2_loss", None)
+    p = torch.tensor([3.0, 4.0], requires_grad=True)
+    lazy = torch.complex(p, -p).conj().imag
+    assert lazy.is_neg()
+    loss = gs.l2_loss([lazy, p], 2.0)
+    assert loss.item() == 50
+    assert torch.autograd.grad(loss, p)[0].tolist() == [12, 16]
+
+
+def test_arguments_of_the_l2_loss_that_the_kernels_do_not_accept_are_named_once():
+    gs._context.say_once.cache_clear()
+    p, weight = torch.ones(2), torch.tensor(0.5, requires_grad=True)
+    for parameters, factor, words in (
+        (
+            [p, TwoTensor(p, p)],
+            0.5,
+            r"parameters\[1\] is of type TwoTensor, not a plain torch.Tensor: convert it; plain",
+        ),
+        (
+            [p, p.to(torch.float8_e4m3fn)],
+            0.5,
+            r"parameters\[1\] is torch.float8_e4m3fn: write .float\(\); plain PyTorch",
+        ),
+        ([p, p], weight, "weight is a tensor: write a number"),
+    ):
+        with pytest.warns(UserWarning, match=f"^l2_loss: {words}"):
+            assert gs.l2_loss(parameters, factor) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            gs.l2_loss(parameters, factor)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_parameters_made_in_inference_mode(create_graph):
+    p, constant = torch.tensor([3.0, 4.0], requires_grad=True), torch.inference_mode()(torch.ones)(3)
+    (gradient,) = torch.autograd.grad(gs.l2_loss([p, constant], 2.0), p, create_graph=create_graph)
+    assert gradient.tolist() == [6, 8]
 
 
 @pytest.mark.parametrize(

@@ -216,11 +216,12 @@ inline double squared(double x) {
   return x * x;
 }
 
-// True if a sum of squares in A is accurate: no square overflowed, and those that underflowed are negligible.
+// True if factor^2 * squares is the sum of (factor * x_j)^2, where `squares` is the sum of x_j^2 in A: no square
+// overflowed, those that underflowed are negligible, and the factor is finite (0 * inf is NaN).
 template <class A>
-bool is_in_range(A squares) {
+bool factor_can_wait(A squares, A factor) {
   return squares > std::numeric_limits<A>::min() / std::numeric_limits<A>::epsilon() &&
-         squares <= std::numeric_limits<A>::max(); // false for NaN
+         squares <= std::numeric_limits<A>::max() && factor - factor == 0; // false for NaN
 }
 
 // The sum over j of (factor * value(load))^2 in double, where load(row) = row[j].
@@ -228,10 +229,11 @@ template <class A, class Value>
 [[gnu::noinline]] double squares_in_double(int64_t before, int64_t width, double factor, const Value& value) {
   double sum = 0;
   each_block<1>(before, width, [&](int64_t j, auto lanes, auto) {
-    A values[kLanes];
-    store_lanes(values, kept(lanes, value(LoadBlock<decltype(lanes)>{j, lanes}), Lanes<A>(A(0))));
-    for (const A x : values) {
-      sum += squared(factor * static_cast<double>(x));
+    A values[kLanes], ones[kLanes];
+    store_lanes(values, value(LoadBlock<decltype(lanes)>{j, lanes}));
+    store_lanes(ones, kept(lanes, Lanes<A>(A(1)), Lanes<A>(A(0))));
+    for (int64_t i = 0; i < kLanes; ++i) {
+      sum += ones[i] != 0 ? squared(factor * static_cast<double>(values[i])) : 0;
     }
   });
   return sum;
@@ -249,8 +251,8 @@ double write_gradient(const Rows& gradient, int64_t row, int64_t width, A factor
     store_lanes(out + j, x * factors, lanes);
   });
   const A sum = total(squares[0] + squares[1]);
-  return is_in_range(sum) ? squared(factor) * sum
-                          : squares_in_double<A>(elements_before_blocks(out, width), width, factor, value);
+  return factor_can_wait(sum, factor) ? squared(factor) * sum
+                                      : squares_in_double<A>(elements_before_blocks(out, width), width, factor, value);
 }
 
 // The sums over j of terms(load), where load(row) = row[j]. Blocks are aligned as in `aligned_row`.

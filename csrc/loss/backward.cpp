@@ -163,15 +163,15 @@ class MultiStepLossBackward : public BackwardNode {
 
   autograd::variable_list apply(autograd::variable_list&& inputs) override {
     const auto [saved, is_last_use] = begin_pass();
-    const at::Tensor grad_output = std::move(inputs[0]);
-    if (!grad_output.defined()) {
+    if (!inputs[0].defined()) {
       return autograd::variable_list(num_outputs());
     }
+    at::Tensor grad_output;
     if (at::GradMode::is_enabled()) {
-      return by_reference(*saved, grad_output, /*create_graph=*/true);
+      return by_reference(*saved, inputs[0], /*create_graph=*/true);
     }
-    if (!ordinary_context() || !ordinary_tensor(grad_output)) { // a transform (vmap), or a tensor subclass
-      return by_reference(*saved, grad_output, /*create_graph=*/false);
+    if (!ordinary_context() || !read_ordinary(inputs[0], grad_output)) { // a transform (vmap), or a tensor subclass
+      return by_reference(*saved, inputs[0], /*create_graph=*/false);
     }
     autograd::variable_list result = prediction_gradients(*saved, grad_output, is_last_use);
     for (size_t h = 0; h < saved->call.head_weights.values.size(); ++h) {

@@ -49,7 +49,7 @@ class Checks {
            each(call_.mask, [&](const at::Tensor& mask) { return !mask.defined() || is_batch_by_steps(mask); }) &&
            each(call_.head_weights, [&](const HeadWeight& weight) { return head_weight(weight); }) &&
            (call_.head_weights.values.size() != 1 || heads_.size() == 1) && // each head has its own share
-           counts(call_.num_entries) && on_one_device();
+           counts(call_.num_entries) && on_one_device() && signs_of_step_weights();
   }
 
  private:
@@ -139,6 +139,19 @@ class Checks {
 
   bool importance_weights(const at::Tensor& weights) const {
     return !weights.defined() || (has_element(weights) && weights.sizes() == at::IntArrayRef({call_.batch}));
+  }
+
+  // True if no head reads a negative number. The elements of tensors are not read here.
+  bool signs_of_step_weights() const {
+    const auto is_negative = [](double number) { return number < 0; };
+    for (size_t h = 0; h < heads_.size(); ++h) {
+      const std::vector<double>& numbers = call_.step_weights[h].numbers;
+      const int64_t first = numbers.empty() ? 0 : heads_[h].first_step;
+      if (std::any_of(numbers.begin() + first, numbers.end(), is_negative)) {
+        return false;
+      }
+    }
+    return true;
   }
 
   static bool head_weight(const HeadWeight& weight) {

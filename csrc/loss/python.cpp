@@ -17,11 +17,7 @@ namespace gradscale {
 namespace {
 
 bool read_tensor(py::handle object, at::Tensor& tensor) {
-  if (!THPVariable_Check(object.ptr())) {
-    return false;
-  }
-  tensor = THPVariable_Unpack(object.ptr());
-  return ordinary_tensor(tensor);
+  return THPVariable_Check(object.ptr()) && read_ordinary(THPVariable_Unpack(object.ptr()), tensor);
 }
 
 // Targets and weights must not require grad.
@@ -96,10 +92,25 @@ bool read_head_weight(py::handle given, HeadWeight& weight) {
   return number && *number >= 0 && std::isfinite(*number);
 }
 
+// True for a list, a tuple or a range, and for other objects with a length and items in one dimension, such as a deque
+// or a NumPy array; is_sequence() of gradscale_ext/call/checks.py is the same. False for text and mappings.
+bool is_sequence(py::handle given) {
+  PyObject* items = given.ptr();
+  if (PyList_Check(items) || PyTuple_Check(items) || PyRange_Check(items)) {
+    return true;
+  }
+  const bool is_text = PyUnicode_Check(items) || PyBytes_Check(items) || PyByteArray_Check(items);
+  return PySequence_Check(items) && !is_text && !py::hasattr(given, "items") &&
+         py::getattr(given, "ndim", py::int_(1)).equal(py::int_(1));
+}
+
 bool read_step_numbers(py::handle given, int64_t steps, StepNumbers& numbers) {
   PyObject* items = given.ptr();
-  if (!PyList_Check(items) && !PyTuple_Check(items) && !PyRange_Check(items)) {
+  if (given.is_none() || THPVariable_Check(items)) {
     return given.is_none() || read_constant(given, numbers.tensor);
+  }
+  if (!is_sequence(given)) {
+    return false;
   }
   // Read a copy: converting an item to a number may run Python code (`__float__`), which could change the list.
   const bool has_steps = PySequence_Size(items) == steps;

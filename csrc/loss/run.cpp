@@ -177,19 +177,19 @@ void reduce(const Pass& pass) {
     const StepWeight importance = coefficients.importance_weights;
     const double head_weight = coefficients.head_weight();
     const SampleOfHead* own = by_head.data() + h * pass.batch;
-    double shares = 0;
     for (int64_t b = 0; b < pass.batch; ++b) {
       const double weight = importance.at(b, 0);
       // A sample without unmasked entries adds 0, also if a weight is not finite.
       const bool counts = own[b].has_entries && !(pass.skips_nonfinite && !is_finite(b));
       const double share = counts ? weight * own[b].weighted : 0.0;
-      shares += share;
-      contributions[b] += counts ? head_weight * share : 0.0;
+      const double weighted_share = counts ? head_weight * share : 0.0;
+      sums[h].share += share;
+      sums[h].weighted_share += weighted_share;
+      contributions[b] += weighted_share;
       if (pass.each_sample && coefficients.share.data != nullptr) {
         coefficients.share.store(b, share);
       }
     }
-    sums[h].share = shares;
   }
   if (pass.each_sample) {
     pass.loss.store(0, pass.batch, contributions.data());

@@ -82,11 +82,12 @@ struct RowMetrics {
 
 // Sums over the samples of a head.
 struct HeadSums {
-  double losses;        // of unmasked entries
-  double unmasked;      // the number of unmasked entries
-  double share;         // of the loss, without the head weight
-  double squares;       // of the gradient
-  double largest_logit; // the maximum, not a sum
+  double losses;         // of unmasked entries
+  double unmasked;       // the number of unmasked entries
+  double share;          // of the loss, without the head weight
+  double weighted_share; // the same with the head weight
+  double squares;        // of the gradient
+  double largest_logit;  // the maximum, not a sum
 };
 
 // A head at a step: B rows of predictions with their targets.
@@ -151,10 +152,6 @@ struct Coefficients {
   GRADSCALE_HOST_DEVICE double head_weight() const {
     return head_weight_tensor.data == nullptr ? head_weight_number : head_weight_tensor.load(0);
   }
-  // A head's share of the loss, times its head weight. It is 0 if the share is 0, also if the weight is not finite.
-  GRADSCALE_HOST_DEVICE double weighted(double share_before) const {
-    return share_before == 0 ? 0 : head_weight() * share_before;
-  }
   GRADSCALE_HOST_DEVICE double step_weight(const Segment& s, int64_t row) const {
     return s.step_weight * step_weights.at(row, s.step);
   }
@@ -203,7 +200,7 @@ struct Pass {
   // Stores the outputs of a head.
   GRADSCALE_HOST_DEVICE void store_head(int64_t head, const Coefficients& c, const HeadSums& sums) const {
     head_means.store(head, sums.losses / (sums.unmasked < 1 ? 1 : sums.unmasked));
-    head_losses.store(head, c.weighted(sums.share));
+    head_losses.store(head, sums.weighted_share);
     head_gradient_norms.store(head, std::sqrt(sums.squares));
     max_abs_logit.store(head, sums.largest_logit);
     if (!each_sample && c.share.data != nullptr) {

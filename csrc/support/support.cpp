@@ -152,15 +152,16 @@ struct DecodeBackward : public SavingNode { // saves the logits
   }
 
   autograd::variable_list apply(autograd::variable_list&& inputs) override {
-    const at::Tensor grad_output = std::move(inputs[0]);
-    if (!grad_output.defined()) {
+    if (!inputs[0].defined()) {
       return {at::Tensor()};
     }
     const at::Tensor logits = unpacked()[0];
-    if (!at::GradMode::is_enabled() && ordinary_context() && ordinary_tensor(grad_output) && ordinary_tensor(logits)) {
+    at::Tensor grad_output;
+    if (!at::GradMode::is_enabled() && ordinary_context() && read_ordinary(inputs[0], grad_output) &&
+        ordinary_tensor(logits)) {
       return {gradient_of(logits, grad_output, support->get())};
     }
-    return {by_reference(with_edge(logits, next_edge(0)), grad_output)};
+    return {by_reference(with_edge(logits, next_edge(0)), inputs[0])};
   }
 
  private:

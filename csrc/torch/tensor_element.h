@@ -96,6 +96,14 @@ inline bool ordinary_tensor(const at::Tensor& tensor) {
   return has_only_keys(tensor, {}) && !has_tangent(tensor);
 }
 
+// Reads a tensor that is ordinary except that its negation may be lazy: the negation is then computed, by an operation
+// that autograd records. Returns false for other tensors. Call it in ordinary contexts.
+inline bool read_ordinary(const at::Tensor& given, at::Tensor& tensor) {
+  const bool is_lazy = given.is_neg() && has_only_keys(given, c10::DispatchKeySet(c10::DispatchKey::Negative));
+  tensor = is_lazy ? given.resolve_neg() : given;
+  return ordinary_tensor(tensor);
+}
+
 // True for a floating or complex tensor of PyTorch's own class that belongs to no graph. It may be sparse, conjugated
 // or negated.
 inline bool ordinary_gradient(const at::Tensor& tensor) {

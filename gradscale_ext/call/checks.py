@@ -9,6 +9,7 @@ import torch
 
 from .. import _remedies
 
+#: Floating types that the kernels accept.
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -25,6 +26,16 @@ def is_mapping(value: object) -> bool:
     return isinstance(value, dict) or (hasattr(value, "items") and not _remedies.is_proxy(value))
 
 
+def is_sequence(value: object) -> bool:
+    """Return True for lists, tuples and ranges, and for other objects with a length and items in one dimension, such as
+    deques and NumPy arrays. False for tensors, text and mappings. C++ has the same rule (csrc/loss/python.cpp)."""
+    if isinstance(value, list | tuple | range):
+        return True
+    if isinstance(value, torch.Tensor | str | bytes | bytearray) or is_mapping(value):
+        return False
+    return hasattr(value, "__len__") and hasattr(value, "__getitem__") and getattr(value, "ndim", 1) == 1
+
+
 def as_dict(argument: str, given: Any) -> dict[str, Any]:
     """Convert a mapping to a dict by its items, because a TensorDict iterates over its first dimension."""
     if type(given) is dict:
@@ -37,6 +48,13 @@ def as_dict(argument: str, given: Any) -> dict[str, Any]:
             + (_remedies.remedy_for_type(given) if _remedies.is_proxy(given) else f"; {instead}")
         )
     return dict(given.items())
+
+
+def rename(error: Exception, function: str, caller: str) -> None:
+    """Let the message of an error begin with the function that the user called."""
+    message = error.args[0] if error.args else None
+    if isinstance(message, str) and message.startswith(f"{function}: "):
+        error.args = (caller + message.removeprefix(function), *error.args[1:])
 
 
 def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from .. import _numbers, _remedies
+from .. import _context, _numbers, _remedies
+from .._distributed import mapped
 from ..heads import Form, Head
 from .checks import as_dict, check_choice, check_device, check_dtype, check_kind, written
 from .options import NONFINITES, REDUCTIONS, Entries, Options
@@ -32,6 +34,17 @@ class Call:
     steps: int
     dtype: torch.dtype
     """Type of the loss: float32, or float64 when a prediction is float64."""
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors, with the words for each in messages."""
+        for what, entries_by_head in (("prediction", self.predictions), ("target", self.targets)):
+            for name, entries in entries_by_head.items():
+                for step, entry in enumerate(entries, start=self.heads[name].first_step):
+                    if entry is not None:
+                        yield _at(name, step, what), entry
+        for argument, by_head in vars(self.weights).items():
+            for name, tensor in by_head.items():
+                yield f"the {argument.replace('masks', 'mask')} of head '{name}'", tensor
 
     def heads_with_gradient(self) -> list[str]:
         """Names of the heads of which a prediction gets a gradient."""
@@ -61,34 +74,53 @@ def validate(
     first = next(iter(predicted.values()))[0]
     if first.dim() == 0:
         raise ValueError(f"multi_step_loss: {_at(next(iter(heads)), 0, 'prediction')} has no batch dimension")
-    batch, steps = first.shape[0], _count_steps(heads, predicted, wanted)
+    batch = first.shape[0]
+    steps = _count_steps(heads, predicted, wanted, batch)
     for name, head in heads.items():
         _check_head(name, head, predicted[name], wanted[name], batch, first.device)
     is_double = any(tensor.dtype == torch.float64 for tensors in predicted.values() for tensor in tensors)
     dtype = torch.float64 if is_double else torch.float32
     weights = Rules(heads, batch, steps, batch_first, first.device, dtype).check(options)
+    predicted, wanted, weights = savable((predicted, wanted, weights))
     return Call(heads, predicted, wanted, weights, options, batch, steps, dtype)
+
+
+def savable(tensors: Any) -> Any:
+    """Clone tensors that were made in inference mode, which autograd does not save."""
+    if not (_context.is_eager() and torch.is_grad_enabled()):
+        return tensors
+    return mapped(lambda tensor: tensor.clone() if tensor.is_inference() else tensor, tensors)
 
 
 def _count_steps(
     heads: Mapping[str, Head],
     predicted: Mapping[str, list[torch.Tensor]],
     wanted: Mapping[str, list[torch.Tensor | None]],
+    batch: int,
 ) -> int:
     """T, which all heads must agree on."""
     steps, longest = 0, ""
     for name, head in heads.items():
         if head.first_step + len(predicted[name]) > steps:
             steps, longest = head.first_step + len(predicted[name]), name
+    surplus = {len(wanted[name]) - len(predicted[name]) for name, head in heads.items() if head.has_target}
     for name, head in heads.items():
+        count = steps - head.first_step
         for what, entries in (("prediction", predicted[name]), ("target", wanted[name])):
-            if len(entries) != steps - head.first_step:
+            if len(entries) != count:
                 raise ValueError(
-                    f"multi_step_loss: the {what} of head '{name}' must have {steps - head.first_step} entries "
+                    f"multi_step_loss: the {what} of head '{name}' must have {count} entries "
                     f"(first_step = {head.first_step}; T = {steps} steps, those of head '{longest}' with first_step = "
                     f"{heads[longest].first_step} and {len(predicted[longest])} predictions), but it has {len(entries)}"
                     + _remedies.remedy_for_count(
-                        what, entries, steps - head.first_step, head.first_step, longest, heads[longest].first_step
+                        what,
+                        entries,
+                        count,
+                        batch,
+                        head.first_step,
+                        longest,
+                        heads[longest].first_step,
+                        surplus.pop() if len(surplus) == 1 else None,
                     )
                 )
     return steps
@@ -150,17 +182,25 @@ def _entries(what: str, name: str, head: Head, entries: Entries, batch_first: bo
     return list(entries)
 
 
+#: Remedy for distributions as targets of a head with a support.
+_RAW_SCALARS = "; pass raw scalars: the head encodes them"
+
+
 def _check_stacked(what: str, name: str, head: Head, entries: torch.Tensor, batch_first: bool) -> None:
     """Refuse a tensor without a dimension of steps, as its last dimension would be treated as one."""
     letters = [form.prediction if what == "prediction" else form.target or () for form in head.forms]
     known = [tuple(_shape(head, form_letters, 0)[1:]) for form_letters in dict.fromkeys(letters)]
     if all(entries.dim() != 2 + len(shape) for shape in known):
         leading = ("B", "T") if batch_first else ("T", "B")
-        forms = " or ".join([written((*leading, *shape)) for shape in known])
-        lacks_steps = any(entries.dim() == 1 + len(shape) for shape in known)
+        forms = [(*leading, *shape) for shape in known]
+        instead = _remedies.remedy_for_shape(what, entries.shape, forms)
+        if what == "target" and head.decodes and entries.dim() == 3:
+            instead = instead or _RAW_SCALARS
+        if any(entries.dim() == 1 + len(shape) for shape in known):
+            instead += f"; a single step is a list: [{what}]"
         raise ValueError(
-            f"multi_step_loss: the stacked {what} of head '{name}' must have shape {forms} for {type(head).__name__}, "
-            f"but it has {written(entries.shape)}" + (f"; a single step is a list: [{what}]" if lacks_steps else "")
+            f"multi_step_loss: the stacked {what} of head '{name}' must have shape {' or '.join(map(written, forms))} "
+            f"for {type(head).__name__}, but it has {written(entries.shape)}{instead}"
         )
 
 
@@ -260,7 +300,7 @@ def _check_target(
         kind = " with torch.int64 classes (probabilities are floating)" if is_class else ""
         instead = _remedies.remedy_for_shape("target", target.shape, shapes)
         if head.decodes and target.shape == prediction.shape:
-            instead = "; give the scalars: the head encodes them"
+            instead = _RAW_SCALARS
         if takes_classes and not instead and target.shape == prediction.shape[: target.dim()]:
             instead = (
                 "; write visits / visits.sum(-1, keepdim=True) for visit counts" if is_class else "; write .long()"

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import functools
+import math
+import warnings
 from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import torch
 
-from .. import _context
-from ..heads import BinaryCrossEntropy, CategoricalKL, Head, SoftCrossEntropy
+from .. import _context, _remedies
+from ..heads import BinaryCrossEntropy, CategoricalKL, Head, HLGauss, SoftCrossEntropy, TwoHot
+from ..transforms import transform
 from .checks import is_mapping
 from .options import Entries, Options
 from .validate import Call, validate
+
+if TYPE_CHECKING:
+    from ..support import Support
 
 
 def check_values(
@@ -28,6 +36,8 @@ def check_values(
                 _check_prediction(_Entry("prediction", name, step, unmasked, prediction.detach()), head)
                 if target is not None:
                     _check_target(_Entry("target", name, step, unmasked, target), head, prediction.detach())
+            if isinstance(head, TwoHot | HLGauss):
+                _warn_of_scalars_beyond(head.support, name, call)
         _check_weights(call)
 
 
@@ -64,13 +74,17 @@ def _shown(values: torch.Tensor) -> str:
 def _check_prediction(entry: _Entry, head: Head) -> None:
     x = entry.values
     # Logits of -inf mean illegal actions.
-    has_logits = head.decodes or isinstance(head, SoftCrossEntropy | CategoricalKL)
+    has_logits = head.has_largest_logit
     wrong = _invalid_logits(x) if has_logits else ~x.isfinite()
     entry.reject(wrong, "is not finite", "find where it comes from, or mask it")
+    if has_logits:
+        entry.reject(
+            (x == -torch.inf).all(-1),
+            "has only logits of -inf, whose softmax is NaN",
+            "leave at least one logit finite, or mask the entry",
+        )
     if has_logits and x.shape[-1] > 1 and len(x) > 0:
-        total = x.sum(-1, dtype=_context.widest(x.device))
-        tolerance = 1e-3 if x.dtype in (torch.float32, torch.float64) else 2e-2
-        are_logits = ((x < 0).any(-1) | ((total - 1).abs() > tolerance)).reshape(len(x), -1).any(1)
+        are_logits = ~_remedies.look_like_probabilities(x).reshape(len(x), -1).all(1)
         unmasked = torch.ones_like(are_logits) if entry.unmasked is None else entry.unmasked
         if bool(unmasked.any()) and not bool((are_logits & unmasked).any()):
             entry.reject(
@@ -94,16 +108,44 @@ def _check_target(entry: _Entry, head: Head, prediction: torch.Tensor) -> None:
     elif head.decodes:  # infinite scalars fall into the end bins
         entry.reject(t.isnan(), "is NaN", "mask entries without a target")
     elif isinstance(head, SoftCrossEntropy):
-        _check_distribution(entry, prediction)
+        _check_distribution(entry)
     elif isinstance(head, CategoricalKL):
         entry.reject(_invalid_logits(t), "is not finite", "find where it comes from, or mask it")
     elif isinstance(head, BinaryCrossEntropy):
         entry.reject(~((t >= 0) & (t <= 1)), "must be in 0..1", "give probabilities, or 0 and 1")
     else:
         entry.reject(~t.isfinite(), "is not finite", "mask entries without a target")
+    if head.has_largest_logit:
+        _check_illegal_logits(entry, head, prediction)
 
 
-def _check_distribution(entry: _Entry, prediction: torch.Tensor) -> None:
+def _check_illegal_logits(entry: _Entry, head: Head, prediction: torch.Tensor) -> None:
+    """Reject positive probabilities of the target where the logit is -inf."""
+    t, logits = entry.values, prediction
+    instead = "give illegal actions the probability 0, or a finite logit"
+    if isinstance(head, CategoricalKL):
+        if head.unimix > 0:
+            return  # no probability is 0
+        t, logits = (t.softmax(-1), logits) if head.prediction == "q" else (logits.softmax(-1), t)
+        instead = "write unimix above 0, or give finite logits"
+    elif isinstance(head, HLGauss):
+        t = head.support.hl_gauss(t.to(_context.widest(t.device)), head.sigma_ratio)
+    elif isinstance(head, TwoHot):
+        t = head.support.two_hot(t.to(_context.widest(t.device)))
+    elif not t.is_floating_point():
+        t = torch.nn.functional.one_hot(t.clamp(0, logits.shape[-1] - 1), logits.shape[-1])
+    illegal = logits == -torch.inf
+    entry.reject(illegal & (t > 0), "is positive where the logit is -inf, which makes the loss infinite", instead)
+    smoothing = getattr(head, "label_smoothing", 0.0)
+    if smoothing > 0:
+        entry.reject(
+            illegal,
+            f"is positive where the logit is -inf after label_smoothing = {smoothing}, which makes the loss infinite",
+            "write label_smoothing=0.0 for a head with illegal actions, or give them a finite logit",
+        )
+
+
+def _check_distribution(entry: _Entry) -> None:
     t = entry.values
     tolerance = 1e-3 if t.dtype in (torch.float32, torch.float64) else 2e-2
     entry.reject(
@@ -117,11 +159,30 @@ def _check_distribution(entry: _Entry, prediction: torch.Tensor) -> None:
         "is not a distribution",
         "give visits / visits.sum(-1, keepdim=True), and sample weights as importance_weights",
     )
-    illegal = (t > 0) & (prediction == -torch.inf)
-    entry.reject(
-        illegal,
-        "is positive where the logit is -inf, which makes the loss infinite",
-        "give illegal actions the probability 0, or a finite logit",
+
+
+def _warn_of_scalars_beyond(support: Support, name: str, call: Call) -> None:
+    """Warn if finite targets of a head are beyond its support. Infinite targets are treated as intended."""
+    targets = torch.stack([target for target in call.targets[name] if target is not None], 1)
+    transformed = transform(targets.to(_context.widest(targets.device)), support.transform, support.eps)
+    counts = transformed.isfinite()
+    if name in call.weights.masks:
+        counts &= call.weights.masks[name][:, call.heads[name].first_step :]
+    found = transformed[counts]
+    rounding = 1e-6 * (support.maximum - support.minimum)  # of a target that is equal to an end
+    beyond = (found < support.minimum - rounding) | (found > support.maximum + rounding)
+    if not beyond.any():
+        return
+    low = float(math.floor(min(found.min().item(), support.minimum)))
+    high = float(math.ceil(max(found.max().item(), support.maximum)))
+    if support.minimum == -support.maximum:
+        low, high = min(low, -high), max(-low, high)
+    numbers = asdict(support) | {"minimum": low, "maximum": high}
+    wider = ", ".join(f"{field}={value!r}" for field, value in numbers.items())
+    warnings.warn(
+        f"multi_step_loss: {float(beyond.sum()) / len(beyond):.2%} of the targets of head '{name}' are beyond its "
+        f"support and are encoded as its ends; Support({wider}) holds them, with wider bins",
+        stacklevel=5,
     )
 
 

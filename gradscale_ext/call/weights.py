@@ -13,7 +13,7 @@ import torch
 from .. import _context, _remedies
 from .._numbers import as_float
 from ..heads import Head
-from .checks import as_dict, check_choice, check_device, check_dtype, check_kind, is_mapping, written
+from .checks import as_dict, check_choice, check_device, check_dtype, check_kind, is_mapping, is_sequence, written
 from .options import Options, maybe_transposed, unroll_scale
 
 
@@ -47,13 +47,28 @@ class Rules:
 
     def check(self, options: Options) -> Weights:
         """Check the options, and return them by head."""
-        return Weights(
+        weights = Weights(
             masks=self._by_head("mask", options.mask, self._mask),
             step_weights=self._by_head("step_weights", options.step_weights, self._step_numbers),
             step_gradient_scale=self._by_head("step_gradient_scale", options.step_gradient_scale, self._gradient_scale),
             importance_weights=self.check_importance_weights(options.importance_weights),
             head_weights=self._head_weights(options.head_weights),
         )
+        self._check_signs(options.step_weights)
+        return weights
+
+    def _check_signs(self, step_weights: Any) -> None:
+        """Refuse negative numbers at steps that a head reads. The elements of tensors are read with check=True only."""
+        for name, weights in step_weights.items() if is_mapping(step_weights) else [(None, step_weights)]:
+            readers = self.heads.values() if name is None else [self.heads[name]]
+            first = min(head.first_step for head in readers)
+            for step, weight in enumerate(weights if is_sequence(weights) else ()):
+                if step >= first and float(weight) < 0:
+                    label = "step_weights" if name is None else f"the step_weights of head '{name}'"
+                    raise ValueError(
+                        f"multi_step_loss: {label} must be at least 0, but step {step} has {float(weight):.6g}; a "
+                        "negative step_gradient_scale reverses gradients"
+                    )
 
     def check_importance_weights(self, given: Any) -> dict[str, torch.Tensor]:
         """The importance weights by head."""
@@ -109,7 +124,7 @@ class Rules:
             self._check_weights(argument, label, given)
             self._check_step_shape(argument, label, given, or_steps=True)
             return maybe_transposed(given, self.batch_first).to(self.dtype)
-        if not isinstance(given, Sequence) or isinstance(given, str | bytes | bytearray):
+        if not is_sequence(given):
             raise TypeError(
                 f"multi_step_loss: {label} must be a tensor or a sequence of {self.steps} numbers, "
                 f"but it is of type {type(given).__name__}"

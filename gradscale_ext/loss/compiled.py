@@ -16,7 +16,7 @@ from .. import reference
 from .._native import _C
 from ..call.options import BY_HEAD, Entries
 from ..call.output import MultiStepLossOutput
-from ..call.validate import Call
+from ..call.validate import Call, savable
 from ..heads import Head
 
 _numbers = itertools.count()
@@ -25,11 +25,10 @@ _numbers = itertools.count()
 def can_compile(call: Call) -> bool:
     """Return True for plain tensors outside torch.func transforms, forward mode and dispatch modes. A compiled function
     would ignore those contexts."""
-    entries = [entry for given in (call.predictions, call.targets) for entries in given.values() for entry in entries]
     return (
-        (_C.ordinary_context() or (torch.is_inference_mode_enabled() and not torch._C._len_torch_dispatch_stack()))
+        _C.ordinary_or_inference_context()
         and forward_ad._current_level < 0
-        and all(entry is None or type(entry) in (torch.Tensor, torch.nn.Parameter) for entry in entries)
+        and all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for _, tensor in call.tensors())
     )
 
 
@@ -38,6 +37,7 @@ def loss_by_compiler(
 ) -> MultiStepLossOutput:
     """Compute the loss of a checked call. `predictions` and `targets` are the arguments of the user, stacked or not."""
     given = [{name: entries[name] for name in call.heads if name in entries} for entries in (predictions, targets)]
+    given = savable(given)
     left_out: dict[str, Any] = dict.fromkeys(BY_HEAD)  # `call.weights` has their tensors
     options = call.options._replace(**left_out)
     without_entries = replace(call, predictions={}, targets={}, options=options)

@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import _context, _distributed, _numbers, reference
-from .._native import _C, DEVICE_TYPES
-from ..call.checks import as_dict, check_choice, is_mapping
+from .._native import _C, DEVICE_TYPES, warn_of_reference
+from ..call.checks import as_dict, check_choice, is_mapping, rename
 from ..call.options import (
     BY_HEAD,
     Entries,
@@ -119,12 +119,14 @@ def multi_step_loss(
             float16.
         targets: the same for the targets, floating, or int64 for classes; they must not require grad. A `PerStepLoss`
             has none.
-        step_weights: T numbers, or a tensor `[T]` or `[B, T]`: multiplies value and gradient. `step_weights`,
-            `step_gradient_scale`, `importance_weights` and `mask` may be mappings of head names, for heads that differ
-            (TD-MPC2, UniZero); a head that is not named has factor 1 and no mask. Entries are indexed by absolute step,
-            also for heads with ``first_step=1``.
-        step_gradient_scale: the same forms: multiplies the gradient only, as `scale_gradient` on each step's loss does.
-            "unroll" is 1 for the root and 1/K after, as in the pseudocode of MuZero (Schrittwieser et al. 2020).
+        step_weights: a sequence of T numbers, or a tensor `[T]` or `[B, T]`: multiplies value and gradient. A negative
+            weight is an error: numbers are checked in every call, the elements of weights that are tensors with
+            `check`. `step_weights`, `step_gradient_scale`, `importance_weights` and `mask` may be mappings of head
+            names, for heads that differ (TD-MPC2, UniZero); a head that is not named has factor 1 and no mask. Entries
+            are indexed by absolute step, also for heads with ``first_step=1``.
+        step_gradient_scale: the same forms: multiplies the gradient only, as `scale_gradient` on each step's loss does;
+            a negative number reverses it. "unroll" is 1 for the root and 1/K after, as in the pseudocode of MuZero
+            (Schrittwieser et al. 2020).
         importance_weights: `[B]`, from prioritised replay (Schaul et al. 2016). They are not part of L_b, and do not
             decide which samples are skipped.
         head_weights: mapping of head names to a number or a tensor without dimensions on the device of the
@@ -153,9 +155,10 @@ def multi_step_loss(
         check: check the values too, and raise ValueError for what cannot be intended: policy targets that are not
             distributions (negative, above 1, or whole numbers that add up to more than 1, as raw visit counts do; a
             smaller sum is treated as a weight), logits that are probabilities already, entries and weights that are not
-            finite, negative weights, targets of `BinaryCrossEntropy` outside 0..1, classes out of range. Masked
-            entries are not checked. The advantages of a policy gradient, given as targets, are rejected too. It waits
-            for the device: use it in the first steps of training, and in tests. It raises an error under
+            finite, negative weights, targets of `BinaryCrossEntropy` outside 0..1, classes out of range, probabilities
+            of the target (`label_smoothing` included) where the logit is -inf. It warns of scalars beyond a support.
+            Masked entries are not checked. The advantages of a policy gradient, given as targets, are rejected too. It
+            waits for the device: use it in the first steps of training, and in tests. It raises an error under
             torch.compile, torch.export and torch.func transforms, where there are no values to read.
         impl: "auto": the fused kernels where they accept the call, elsewhere "compiled" on devices that have no kernels
             and "reference" otherwise. "fused": the kernels. "compiled": `gradscale_ext.reference` under
@@ -174,9 +177,9 @@ def multi_step_loss(
     For plain tensors this is one call into C++, which allocates nothing of the size of the logits except the gradients.
     These are computed together with the loss: one parallel region on the CPU, two launches on CUDA (one more to count a
     mask for "valid_mean") and one in the backward pass, where nothing is waited for. In `torch.compile` and
-    `torch.export` it is one operator of the graph. Second derivatives, `torch.func` transforms, forward mode and tensor
-    subclasses go through `gradscale_ext.reference`. A compiled or exported loss has no second derivative: computing one
-    raises an error.
+    `torch.export` it is one operator of the graph. Second derivatives, `torch.func` transforms, forward mode and
+    dispatch modes go through `gradscale_ext.reference`, and tensor subclasses with a warning that names the argument. A
+    compiled or exported loss has no second derivative: computing one raises an error.
 
     DTensors are gathered, so that every rank computes the loss of the whole batch; plain tensors next to them must be
     whole, and the same on every rank. If a prediction is a DTensor the output holds replicated DTensors, and gradients
@@ -265,9 +268,10 @@ def _run(
             "impl='auto' computes this call by the reference"
         )
     device = next(iter(call.predictions.values()))[0].device
-    if is_transformed or not _context.is_eager() or device.type in DEVICE_TYPES:
-        return reference.loss_of(call)
-    return _without_kernels(call, predictions, targets, device)
+    if _context.is_eager() and not is_transformed and device.type not in DEVICE_TYPES:
+        return _without_kernels(call, predictions, targets, device)
+    warn_of_reference("multi_step_loss", call.tensors())
+    return reference.loss_of(call)
 
 
 def _all_plain(entries: Any) -> bool:
@@ -312,9 +316,14 @@ class MultiStepLoss(torch.nn.Module):
     ['policy', 'reward', 'value']
     """
 
-    def __init__(self, /, **heads: Head) -> None:
+    def __init__(self, /, *mapping: Mapping[str, Head], **heads: Head) -> None:
         """Keep the heads."""
         super().__init__()
+        if mapping:
+            raise TypeError(
+                "MultiStepLoss: heads are keyword arguments, but a positional one is of type "
+                f"{type(mapping[0]).__name__}; write MultiStepLoss(value=TwoHot(...), ...), or MultiStepLoss(**heads)"
+            )
         check_heads(heads)
         self.heads = heads
 
@@ -412,22 +421,27 @@ def reduce_multi_step(
     >>> reduce_multi_step(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), step_weights=[1.0, 0.5]).loss
     tensor(3.5000)
     """
-    return multi_step_loss(
-        {"loss": PerStepLoss()},
-        {"loss": losses},
-        {},
-        step_weights=step_weights,
-        step_gradient_scale=step_gradient_scale,
-        importance_weights=importance_weights,
-        head_weights=head_weights,
-        mask=mask,
-        reduction=reduction,
-        nonfinite=nonfinite,
-        process_group=process_group,
-        normalize_importance_weights=normalize_importance_weights,
-        batch_first=batch_first,
-        check=check,
-    )
+    try:
+        return multi_step_loss(
+            {"loss": PerStepLoss()},
+            {"loss": losses},
+            {},
+            step_weights=step_weights,
+            step_gradient_scale=step_gradient_scale,
+            importance_weights=importance_weights,
+            head_weights=head_weights,
+            mask=mask,
+            reduction=reduction,
+            nonfinite=nonfinite,
+            process_group=process_group,
+            normalize_importance_weights=normalize_importance_weights,
+            batch_first=batch_first,
+            check=check,
+        )
+    except Exception as error:
+        if _context.is_eager():  # torch.compile does not trace a changed message
+            rename(error, "multi_step_loss", "reduce_multi_step")
+        raise
 
 
 def _differentiable_gradients(

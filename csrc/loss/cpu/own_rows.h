@@ -142,13 +142,14 @@ void own_row(const QuantileHuber<A>& head, const Segment& s, int64_t row, double
     for (int64_t k = 0; k < count; ++k) {
       loss += lanes.loss[k];
       if (s.gradient.data != nullptr) {
-        gradient[k] = from_accumulate<G, A>(lanes.slope[k] * factor);
-        squares += squared(lanes.slope[k]);
+        const A value = lanes.slope[k] * factor;
+        gradient[k] = from_accumulate<G, A>(value);
+        squares += squared(value);
       }
     }
   }
   s.loss.store(row, loss);
-  s.metrics[row] = {squared(factor) * squares, 0};
+  s.metrics[row] = {squares, 0};
 }
 
 } // namespace

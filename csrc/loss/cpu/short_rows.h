@@ -207,7 +207,7 @@ struct ShortRows {
     store_lanes(stored, squares);
     for (int64_t i = 0; i < group.count; ++i) {
       s.metrics[group.first + i].gradient_square =
-          is_in_range(stored[i]) ? squared(coefficients[i]) * stored[i] : row_squares(s.width, i);
+          factor_can_wait(stored[i], coefficients[i]) ? squared(coefficients[i]) * stored[i] : row_squares(s.width, i);
     }
     write_tile(s.gradient, group, s.width, x);
   }

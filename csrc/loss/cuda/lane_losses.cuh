@@ -174,12 +174,18 @@ class BinsLoss : public Shape, public BinSums, public LaneLoss {
   }
 
   GRADSCALE_DEVICE void gradient(
-      const float (&sums)[kSums], const Units&, Values& e, const Values&, const Values&) const {
+      const float (&sums)[kSums], const Units& units, Values& e, const Values&, const Values&) const {
     const float c = held_by<Shape::kLanes>(holder, coefficient);
     const float per_exponential = c * approximate_reciprocal(sums[kSum]);
 #pragma unroll
     for (float& value : e) {
       value = smooths ? value * per_exponential - c * smoothing_per_bin : value * per_exponential;
+    }
+    if (!smooths && !(std::abs(c) < INFINITY)) { // rarely: 0 * inf outside of the row must not reach the squares
+#pragma unroll
+      for (int n = 0; n < Shape::kElements; ++n) {
+        e[n] = units.exists(n) ? e[n] : 0.0f;
+      }
     }
   }
 

@@ -46,6 +46,7 @@ GRADSCALE_DEVICE HeadSums over_block(const HeadSums& own, const Group& block) {
       block.sum(own.losses),
       block.sum(own.unmasked),
       block.sum(own.share),
+      block.sum(own.weighted_share),
       block.sum(own.squares),
       block.maximum(own.largest_logit)};
 }
@@ -82,8 +83,9 @@ GRADSCALE_DEVICE SampleLoss add_heads(const DevicePass& device, const Group& blo
     const double head_weight = c.head_weight();
     // A sample without unmasked entries adds 0, also if a weight is not finite.
     sums.share = counts && sums.unmasked != 0 ? importance * (c.share_factor() * weighted) : 0;
+    sums.weighted_share = counts && sums.unmasked != 0 ? head_weight * sums.share : 0;
     result.loss += sums.unmasked != 0 ? head.weight * head_weight * weighted : 0;
-    result.reduced += sums.unmasked != 0 ? head_weight * sums.share : 0;
+    result.reduced += sums.weighted_share;
     if (active && pass.each_sample && c.share.data != nullptr) {
       c.share.store(sample, sums.share);
     }
@@ -135,6 +137,7 @@ GRADSCALE_DEVICE void store_totals(const DevicePass& device, const Group& block)
       sums.losses += part.losses;
       sums.unmasked += part.unmasked;
       sums.share += part.share;
+      sums.weighted_share += part.weighted_share;
       sums.squares += part.squares;
       sums.largest_logit = larger(sums.largest_logit, part.largest_logit);
     }
