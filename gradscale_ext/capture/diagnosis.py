@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..diagnosis.tracer import Location
+from ..diagnosis.lines import Location
 from .hooks import hook_name, hooks_of
 from .remedies import rate_remedy, scheduler_remedy, step_count_remedy
 from .report import CaptureDiagnosis, CaptureFinding, finding_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from ..diagnosis.lines import Location
 from ..diagnosis.report import Report
-from ..diagnosis.tracer import Location
 
 Code = Literal[
     "stale_number", "sync", "changing_shape", "changing_operators", "host_copy", "generator", "python_hook",

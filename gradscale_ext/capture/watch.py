@@ -17,9 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _context
-from ..diagnosis.tracer import _NOT_THE_USERS as NOT_THE_USERS
-from ..diagnosis.tracer import Location
-from ..diagnosis.tracer import _users_frame as users_frame
+from ..diagnosis.lines import NOT_THE_USERS, Location, users_frame
 from .state import host_generators, memory_of
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep

@@ -14,7 +14,7 @@ import torch
 
 _PACKAGES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 #: Beginnings of the paths of files whose lines are never the user's.
-_NOT_THE_USERS = (*(package + os.sep for package in _PACKAGES), copy.__file__, contextlib.__file__)
+NOT_THE_USERS = (*(package + os.sep for package in _PACKAGES), copy.__file__, contextlib.__file__)
 
 
 class Location(NamedTuple):
@@ -36,7 +36,7 @@ class Location(NamedTuple):
 def users_frame() -> FrameType | None:
     """The innermost frame outside of PyTorch and this package."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
         frame = frame.f_back
     return frame
 
