@@ -144,14 +144,14 @@ class TapeGraphs:
 
     @contextlib.contextmanager
     def side_by_side(self) -> Iterator[list[str]]:
-        with _context.watched(), ShownOperators():
+        with _context.showing_operators(), ShownOperators():
             yield []
 
     def capture(self, call: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[Tape, Any]:
         tape = Tape()
         states = [(generator, generator.get_state()) for generator in (torch.default_generator, *generators)]
         try:
-            with _context.watched(), PythonReads(), tape:
+            with _context.showing_operators(), PythonReads(), tape:
                 result = call()
         finally:
             tape.undo()

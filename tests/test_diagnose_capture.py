@@ -512,3 +512,24 @@ def test_how_a_report_is_shown():
     assert "<table>" in diagnosis._repr_html_()
     assert diagnosis.to_dict()["findings"][0]["code"] == "stale_number"
     assert len(diagnosis.__rich__().rows) == 2
+
+
+def test_a_monitor_is_left_as_it_is():
+    learner = Learner()
+    monitor = gs.GradientMonitor(learner.model, learner.optimizer, every=1)
+
+    def step(x, y):
+        loss = (learner.model(x) - y).square().mean()
+        learner.optimizer.zero_grad()
+        loss.backward()
+        gs.clip_gradients_(learner.model, 0.5)
+        gs.clip_gradients_(learner.model, adaptive=0.01)
+        learner.optimizer.step()
+
+    step(*batches(1)[0])
+    diagnosis = gs.diagnose_capture(step, batches(2), *learner.state())
+    assert diagnosis.ok, diagnosis
+    assert diagnosis.num_calls < 100  # the operators of clip_gradients_, not the reference's
+    monitor.close()
+    assert [at for at, _ in monitor.history["gradient_norm_total"]] == [0]
+    assert monitor._taken == 1

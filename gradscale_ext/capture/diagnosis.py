@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from .. import _context
 from ..diagnosis.lines import Location
-from .hooks import hook_name, hooks_of
+from .hooks import hook_name, hooks_of, is_of_monitor, rehearsing
 from .remedies import rate_remedy, scheduler_remedy, step_count_remedy
 from .report import CaptureDiagnosis, CaptureFinding, finding_of
 from .state import Item, State
@@ -36,6 +37,7 @@ _INSTEAD_OF_READS = {
 }
 
 
+@_context.in_eager_mode("diagnose_capture: call it outside of a function with fullgraph=True")
 def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: Any) -> CaptureDiagnosis:
     """Find what a CUDA graph of a learner step would get wrong, without a GPU.
 
@@ -53,7 +55,7 @@ def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: A
     changing_operators  the operators differ between two steps
     host_copy           a tensor is made on the host in the step, or read from another memory at each step
     generator           random numbers come from a generator that a graph does not know
-    python_hook         a hook on a module, parameter or optimizer, which a replay does not run
+    python_hook         a hook on a module, parameter or optimizer, which a replay does not run; `GradientMonitor` may
     unnamed_state       the step changes, or leaves for the next step, a tensor that is not part of `state`
     ==================  ================================================================================================
 
@@ -94,7 +96,7 @@ def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: A
             fixed.append(_Fixed(own))
             known = [*(tensor for _, tensor in _kept_tensors(own)), *tensors_in(given)]
             watches.append(Watch(known, own.generators(), watches[-1] if index > 1 else None))
-            with watches[-1].recording():
+            with rehearsing(own), watches[-1].recording():
                 step(*given)
         fixed.append(_Fixed(own))
     finally:
@@ -162,7 +164,10 @@ class _Findings:
 
     def add_hooks(self, state: State) -> None:
         for name, hook in hooks_of(state):
-            self._add(name, "python_hook", f"{name} has the hook {hook_name(hook)}, which a replay does not run", None)
+            if not is_of_monitor(hook):
+                self._add(
+                    name, "python_hook", f"{name} has the hook {hook_name(hook)}, which a replay does not run", None
+                )
 
     # ---- Calls that no graph can hold --------------------------------------------------------------------------------
 

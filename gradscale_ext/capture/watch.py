@@ -116,7 +116,7 @@ class Watch:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Record the calls in this context."""
-        with _context.watched(), torch.compiler.set_stance("force_eager"), _Functions(self), _Operators(self):
+        with _context.showing_operators(), torch.compiler.set_stance("force_eager"), _Functions(self), _Operators(self):
             yield
 
     def restore_foreign(self) -> None:

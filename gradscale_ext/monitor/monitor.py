@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import numbers
+import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -302,7 +304,10 @@ class GradientMonitor:
     def _end_step(self) -> None:
         self._clippings = []
         self._calls.forget()
-        self._taken += 1
+        self._count(1)
+
+    def _count(self, steps: int) -> None:
+        self._taken += steps
         self._due = self._due or self._taken % self._every == 0
 
     def _before_clipping(self) -> None:
@@ -318,6 +323,37 @@ class GradientMonitor:
     def _after_call(self, name: str, output: Any) -> None:
         if self._due:
             self._calls.watch(name, output)
+
+    # ---- Captured steps ------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _rehearsing(self) -> Iterator[Rehearsal]:
+        """In this context, steps are neither recorded nor counted: a CUDA graph captures them, or they are undone.
+        Afterwards, what this yields has what they would have added."""
+        names = ("_taken", "_every", "_due", "_in_step", "_clippings", "_clip_results", "_skipped_steps")
+        before = {name: getattr(self, name) for name in names}
+        self._due, self._every = False, sys.maxsize
+        self._clip_results, self._skipped_steps = _Sum(), _Sum()
+        rehearsal = Rehearsal()
+        try:
+            yield rehearsal
+        finally:
+            rehearsal.steps = self._taken - before["_taken"]
+            rehearsal.clip_results, rehearsal.skipped_steps = self._clip_results.parts, self._skipped_steps.parts
+            self.__dict__.update(before)
+
+    def _records_one_of(self, steps: int) -> bool:
+        """Return True if one of the next steps is recorded."""
+        return self._due or -self._taken % self._every < steps
+
+    def _count_replay(self, rehearsal: Rehearsal) -> None:
+        """Count the steps of a graph that has been replayed; none of them is recorded."""
+        if self._detach.alive:
+            for part in rehearsal.clip_results:
+                self._clip_results.add(part.clone())
+            for part in rehearsal.skipped_steps:
+                self._skipped_steps.add(part.clone())
+            self._count(rehearsal.steps)
 
     # ---- Recording -----------------------------------------------------------------------------------------------
 
@@ -387,20 +423,29 @@ class GradientMonitor:
             write(self._writer, charts if self._tags == "all" else charts.few(), self._prefix)
 
 
+@dataclass
+class Rehearsal:
+    """What steps would have added to a monitor. If a graph captured them, a replay writes these tensors again."""
+
+    steps: int = 0
+    clip_results: Sequence[torch.Tensor] = ()
+    skipped_steps: Sequence[torch.Tensor] = ()
+
+
 class _Sum:
     """Sum of small tensors, which the device adds up now and then."""
 
     def __init__(self) -> None:
-        self._parts: list[torch.Tensor] = []
+        self.parts: list[torch.Tensor] = []
 
     def add(self, part: torch.Tensor) -> None:
-        self._parts.append(part)
-        if len(self._parts) == FOLD:
-            self._parts = [torch.stack(self._parts).sum(0)]
+        self.parts.append(part)
+        if len(self.parts) == FOLD:
+            self.parts = [torch.stack(self.parts).sum(0)]
 
     def take(self) -> torch.Tensor | None:
         """Return the sum and start again; None where nothing was added."""
-        parts, self._parts = self._parts, []
+        parts, self.parts = self.parts, []
         return torch.stack(parts).sum(0) if parts else None
 
 
