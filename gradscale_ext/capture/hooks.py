@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ..monitor import _open
-from ..monitor.monitor import GradientMonitor, Rehearsal
+from ..monitor._kept import Rehearsal
+from ..monitor.monitor import GradientMonitor
 from .state import State
 
 OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -13,7 +13,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from .. import _context, _numbers
-from ..monitor.monitor import GradientMonitor, Rehearsal
+from ..monitor._kept import Rehearsal
+from ..monitor.monitor import GradientMonitor
 from . import graphs
 from .arguments import Arguments, argument, like, read, refuse_result, result_at, tensors, text_of, too_many
 from .checks import Before, Outcome, beyond_noise

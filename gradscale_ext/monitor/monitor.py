@@ -7,20 +7,18 @@ import numbers
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from .. import _context
-from .._native import _C
 from ..statistics.gradients import GradientStatistics, gradient_statistics
-from ..statistics.shards import local_part
 from . import _open
 from ._activations import Calls
 from ._charts import Charts, Layout, Record, Selection, public_name
 from ._clippings import Clipping, statistics_before, still_valid
+from ._kept import Rehearsal, Sum, Weights
 from ._runs import adapted, can_write
 from ._tensorboard import write
 
@@ -29,9 +27,6 @@ if TYPE_CHECKING:
 
 HISTORY = 1000
 """Number of steps that a monitor remembers for `history` and `plot`."""
-
-FOLD = 256
-"""Number of steps whose values are kept before one launch adds them up."""
 
 
 class GradientMonitor:
@@ -140,7 +135,7 @@ class GradientMonitor:
                 f"GradientMonitor: optimizer must hold parameters of model, but none of its {len(self._held)} "
                 f"is among the {len(list(model.parameters()))} of the model"
             )
-        self._weights = _Weights(keeps_memory=every < 10) if updates else None
+        self._weights = Weights(keeps_memory=every < 10) if updates else None
         self._begin(watched)
         self._detach = _open.attach(self, inner, {name: known[name] for name in watched})
 
@@ -155,8 +150,8 @@ class GradientMonitor:
         self._gradients: GradientStatistics | None = None
         self._calls = Calls(watched)
         self._clippings: list[Clipping] = []  # since the last step
-        self._clip_results = _Sum()  # since the last record
-        self._skipped_steps = _Sum()
+        self._clip_results = Sum()  # since the last record
+        self._skipped_steps = Sum()
         self._unwritten: list[Record] = []
         self._written: Record | None = None
         self._history: list[tuple[int, tuple[str, ...], array[float]]] = []
@@ -333,7 +328,7 @@ class GradientMonitor:
         names = ("_taken", "_every", "_due", "_in_step", "_clippings", "_clip_results", "_skipped_steps")
         before = {name: getattr(self, name) for name in names}
         self._due, self._every = False, sys.maxsize
-        self._clip_results, self._skipped_steps = _Sum(), _Sum()
+        self._clip_results, self._skipped_steps = Sum(), Sum()
         rehearsal = Rehearsal()
         try:
             yield rehearsal
@@ -421,70 +416,6 @@ class GradientMonitor:
             self._history = self._history[::2]
         if self._writer is not None:
             write(self._writer, charts if self._tags == "all" else charts.few(), self._prefix)
-
-
-@dataclass
-class Rehearsal:
-    """What steps would have added to a monitor. If a graph captured them, a replay writes these tensors again."""
-
-    steps: int = 0
-    clip_results: Sequence[torch.Tensor] = ()
-    skipped_steps: Sequence[torch.Tensor] = ()
-
-
-class _Sum:
-    """Sum of small tensors, which the device adds up now and then."""
-
-    def __init__(self) -> None:
-        self.parts: list[torch.Tensor] = []
-
-    def add(self, part: torch.Tensor) -> None:
-        self.parts.append(part)
-        if len(self.parts) == FOLD:
-            self.parts = [torch.stack(self.parts).sum(0)]
-
-    def take(self) -> torch.Tensor | None:
-        """Return the sum and start again; None where nothing was added."""
-        parts, self.parts = self.parts, []
-        return torch.stack(parts).sum(0) if parts else None
-
-
-class _Weights:
-    """Copies of parameters from before a step."""
-
-    def __init__(self, keeps_memory: bool) -> None:
-        """Choose whether to keep the copies' memory: new memory takes as long as copying."""
-        self._keeps_memory = keeps_memory
-        self._names: list[str] = []
-        self._parameters: list[torch.Tensor] = []
-        self._copies: list[torch.Tensor] = []
-
-    def keep(self, parameters: dict[str, torch.Tensor]) -> None:
-        """Copy the parameters."""
-        self._names = list(parameters)
-        self._parameters = list(parameters.values())  # not their memory, which an optimizer may replace
-        if list(map(_form, self._parameters)) != list(map(_form, self._copies)):
-            self._copies = [torch.empty_like(parameter) for parameter in self._parameters]
-        if self._copies:
-            torch._foreach_copy_(list(map(local_part, self._copies)), list(map(local_part, self._parameters)))
-
-    def compare(self) -> tuple[list[str], torch.Tensor] | None:
-        """Names `[N]`, and norms `[2, N]` of the copies and of the updates since."""
-        if not self._names:
-            return None
-        norms = _C.update_norms(self._copies, self._parameters)
-        if norms is None:
-            weights = gradient_statistics(self._copies).norm
-            torch._foreach_sub_(list(map(local_part, self._copies)), list(map(local_part, self._parameters)))
-            norms = torch.stack([weights, gradient_statistics(self._copies).norm])
-        self._parameters = []
-        if not self._keeps_memory:
-            self._copies = []
-        return self._names, norms
-
-
-def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device
 
 
 # ---- Checking --------------------------------------------------------------------------------------------------------
