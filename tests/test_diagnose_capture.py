@@ -533,3 +533,45 @@ def test_a_monitor_is_left_as_it_is():
     monitor.close()
     assert [at for at, _ in monitor.history["gradient_norm_total"]] == [0]
     assert monitor._taken == 1
+
+
+class Agent(torch.nn.Module):
+    """A module that holds its optimizers and schedulers, as many agents do."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.model = Learner().model
+        self.optimizer = torch.optim.SGD(self.model.parameters(), momentum=0.9, **options)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+
+    def update(self, x, y):
+        self.optimizer.zero_grad()
+        (self.model(x) - y).square().mean().backward()
+        self.optimizer.step()
+        self.scheduler.step()
+
+
+def test_optimizers_in_attributes_of_a_module():
+    agent = Agent(lr=torch.tensor(0.1), fused=True)
+    before = bits([agent, agent.optimizer, agent.scheduler])
+    assert gs.diagnose_capture(agent.update, batches(3), agent).ok
+    assert bits([agent, agent.optimizer, agent.scheduler]) == before
+    agent = Agent(lr=0.1)
+    for state in ([agent], [agent, agent.optimizer], [agent.optimizer, agent.scheduler, agent]):
+        diagnosis = gs.diagnose_capture(agent.update, batches(3), *state)
+        assert [code for code, _ in codes(diagnosis)] == ["stale_number"], diagnosis
+
+
+def test_tensors_of_the_state_that_a_step_replaces():
+    learner, target = Learner(), Learner()
+
+    def step(x, y):
+        learner.step(x, y)
+        for parameter, own in zip(learner.model.parameters(), target.model.parameters(), strict=True):
+            own.data = 0.1 * parameter.data + 0.9 * own.data
+
+    diagnosis = gs.diagnose_capture(step, batches(3), *learner.state(), target.model)
+    (finding,) = diagnosis.findings
+    assert finding.code == "unnamed_state"
+    assert finding.source.startswith("own.data = 0.1 *")
+    assert "copy_()" in finding.remedy

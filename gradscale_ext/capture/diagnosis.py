@@ -90,6 +90,7 @@ def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: A
     _check(step, batches)
     own = State("diagnose_capture", state)
     before, watches, fixed = own.save(), list[Watch](), list[_Fixed]()
+    replaced: list[tuple[str, Location | None]] = []
     try:
         for index, batch in enumerate([batches[0], *batches]):
             given = batch if isinstance(batch, tuple) else (batch,)
@@ -98,6 +99,7 @@ def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: A
             watches.append(Watch(known, own.generators(), watches[-1] if index > 1 else None))
             with rehearsing(own), watches[-1].recording():
                 step(*given)
+            replaced = watches[-1].replaced(own.lasting_tensors())
         fixed.append(_Fixed(own))
     finally:
         for watch in reversed(watches):
@@ -106,6 +108,7 @@ def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: A
     findings = _Findings(watches[1:], fixed[1:])
     findings.add_hooks(own)
     findings.add_calls()
+    findings.add_replaced(replaced)
     findings.add_differences()
     return CaptureDiagnosis(findings.found, len(watches[-1].calls))
 
@@ -182,7 +185,9 @@ class _Findings:
         elif call.read is not None:
             self._add_read(call)
         if call.made_on_host:
-            self._add("", "host_copy", f"torch.{call.name} makes a tensor on the host at each step", call.location)
+            is_named = not call.name.startswith("aten.")
+            maker = f"torch.{call.name} makes" if is_named else "an array or a list of numbers becomes"
+            self._add("", "host_copy", f"{maker} a tensor on the host at each step", call.location)
         if call.generator is not None:
             cause = f"{_shown(call)} draws from a generator of {call.generator.device} that a graph does not know"
             self._add("", "generator", cause, call.location)
@@ -200,6 +205,16 @@ class _Findings:
                 "the one of the step that was captured",
                 call.location,
                 "keep it in a tensor that exists before the step, write to it with copy_(), and name it in the state",
+            )
+
+    def add_replaced(self, replaced: list[tuple[str, Location | None]]) -> None:
+        for name, location in replaced:
+            self._add(
+                "replaced",
+                "unnamed_state",
+                f"the step replaces {name} by another tensor; a graph would read the one that was captured",
+                location,
+                "keep one tensor, and write to it with copy_()",
             )
 
     def _add_optimizer_read(self, call: Call, optimizer: torch.optim.Optimizer) -> None:
