@@ -22,6 +22,7 @@ from .state import Item, host_generators, memory_of
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(_HERE)) + os.sep
 
 #: Functions of Python that read a tensor's values, by the name that a function mode sees; what users write for them.
 _READS = {
@@ -357,7 +358,7 @@ def _caller(frame: FrameType | None) -> tuple[str, bool, Any]:
             library = file[len(_TORCH) :]
             if library.startswith("optim/") and isinstance(own := here.f_locals.get("self"), _OWNERS):
                 owner = own
-        is_ours = is_ours or not file.startswith((_TORCH, _HERE))
+        is_ours = is_ours or (file.startswith(_PACKAGE) and not file.startswith(_HERE))
         here = here.f_back
     return library, is_ours, owner
 
