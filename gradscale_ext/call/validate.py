@@ -81,15 +81,14 @@ def validate(
     is_double = any(tensor.dtype == torch.float64 for tensors in predicted.values() for tensor in tensors)
     dtype = torch.float64 if is_double else torch.float32
     weights = Rules(heads, batch, steps, batch_first, first.device, dtype).check(options)
-    predicted, wanted, weights = savable((predicted, wanted, weights))
+    predicted, wanted, weights = all_saveable((predicted, wanted, weights))
     return Call(heads, predicted, wanted, weights, options, batch, steps, dtype)
 
 
-def savable(tensors: Any) -> Any:
-    """Clone tensors that were made in inference mode, which autograd does not save."""
-    if not (_context.is_eager() and torch.is_grad_enabled()):
-        return tensors
-    return mapped(lambda tensor: tensor.clone() if tensor.is_inference() else tensor, tensors)
+def all_saveable(tensors: Any) -> Any:
+    """The same structure, with tensors that autograd can save."""
+    is_recorded = _context.is_eager() and torch.is_grad_enabled()
+    return mapped(_context.saveable, tensors) if is_recorded else tensors
 
 
 def _count_steps(

@@ -16,7 +16,7 @@ from .. import reference
 from .._native import _C
 from ..call.options import BY_HEAD, Entries
 from ..call.output import MultiStepLossOutput
-from ..call.validate import Call, savable
+from ..call.validate import Call, all_saveable
 from ..heads import Head
 
 _numbers = itertools.count()
@@ -37,7 +37,7 @@ def loss_by_compiler(
 ) -> MultiStepLossOutput:
     """Compute the loss of a checked call. `predictions` and `targets` are the arguments of the user, stacked or not."""
     given = [{name: entries[name] for name in call.heads if name in entries} for entries in (predictions, targets)]
-    given = savable(given)
+    given = all_saveable(given)
     left_out: dict[str, Any] = dict.fromkeys(BY_HEAD)  # `call.weights` has their tensors
     options = call.options._replace(**left_out)
     without_entries = replace(call, predictions={}, targets={}, options=options)
