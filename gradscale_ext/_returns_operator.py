@@ -168,6 +168,7 @@ def run_muzero(window: Window) -> MuZeroTargets:
         return reference.muzero_targets(**arguments, **prefix)
     check_values(window)
     discounts, discount = _split(window.discount, result_dtype(*window), device)
+    horizons, td_steps = (window.td_steps, 1) if isinstance(window.td_steps, torch.Tensor) else (None, window.td_steps)
     results = MuZeroTargets(
         *torch.ops.gradscale_ext.muzero_targets(
             window.rewards,
@@ -177,9 +178,10 @@ def run_muzero(window: Window) -> MuZeroTargets:
             window.to_play,
             window.root_reward,
             discounts,
+            horizons,
             discount,
             window.num_unroll_steps,
-            window.td_steps,
+            td_steps,
             window.prefix_horizon,
             window.batch_first,
         )
@@ -215,6 +217,7 @@ def _window_shapes(
     to_play: torch.Tensor | None,
     root_reward: torch.Tensor | None,
     discounts: torch.Tensor | None,
+    horizons: torch.Tensor | None,
     discount: float,
     num_unroll_steps: int,
     td_steps: int,

@@ -64,7 +64,10 @@ class Trajectories(NamedTuple):
 
 
 class Window(NamedTuple):
-    """A checked call of `muzero_targets`. `prefix_horizon` is 0 for rewards that are not summed."""
+    """A checked call of `muzero_targets`. `prefix_horizon` is 0 for rewards that are not summed.
+
+    `td_steps` is an integer, or a tensor with an integer per row, or per row and unroll step.
+    """
 
     rewards: torch.Tensor
     root_values: torch.Tensor
@@ -74,7 +77,7 @@ class Window(NamedTuple):
     root_reward: torch.Tensor | None
     discount: Discount
     num_unroll_steps: int
-    td_steps: int
+    td_steps: int | torch.Tensor
     prefix_horizon: int
     batch_first: bool
     check: bool
@@ -385,6 +388,35 @@ def check_trajectories(
     )
 
 
+def _horizons(check: _Checker, td_steps: Any, num_steps: int) -> int | torch.Tensor:
+    """Check td_steps: an integer, or an int64 tensor `[B]` or `[B, num_steps]`."""
+    if isinstance(td_steps, numbers.Number | torch.SymInt):
+        return check.integer("td_steps", td_steps, 1)
+    sizes = (check.batch, num_steps) if check.batch_first else (num_steps, check.batch)
+    check.tensor("td_steps", td_steps, None, "an integer of at least 1, or an int64 tensor")
+    if td_steps.dtype != torch.int64:
+        raise TypeError(
+            f"{check.function}: td_steps must be an integer or an int64 tensor, but its dtype is {td_steps.dtype}; "
+            "write td_steps.long()"
+        )
+    check.on_device("td_steps", td_steps)
+    shape = tuple(td_steps.shape)
+    if shape not in ((check.batch,), sizes):
+        remedy = ""
+        if not shape:
+            remedy = f"; write td_steps.expand({check.batch})"
+        elif shape == ((check.batch, 1) if check.batch_first else (1, check.batch)):
+            remedy = f"; write td_steps.squeeze({-1 if check.batch_first else 0})"
+        elif shape == sizes[::-1]:
+            order = _written((check.step_letter, "B") if check.batch_first else ("B", check.step_letter))
+            remedy = f"; if rewards are {order}, pass batch_first={not check.batch_first}"
+        raise ValueError(
+            f"{check.function}: td_steps must be an integer, or have shape [{check.batch}] or {_written(sizes)}, "
+            f"but its shape is {_written(shape)}{remedy}"
+        )
+    return td_steps  # type: ignore[no-any-return]
+
+
 def check_window(
     rewards: Any,
     root_values: Any,
@@ -412,7 +444,7 @@ def check_window(
     check.floats("root_values", root_values, 1)
     check.shaped("root_values", root_values, 1, ", one step more than rewards")
     num_unroll_steps = check.integer("num_unroll_steps", num_unroll_steps, 0, "2**31 - 1")
-    td_steps = check.integer("td_steps", td_steps, 1)
+    td_steps = _horizons(check, td_steps, num_unroll_steps + 1)
     discount = check.coefficient("discount", discount, -1, per_step=False)
     if lengths is not None:
         check.tensor("lengths", lengths, None, "an int64 tensor")

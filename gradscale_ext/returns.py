@@ -359,7 +359,7 @@ def muzero_targets(
     root_values: Tensor,
     *,
     num_unroll_steps: int,
-    td_steps: int,
+    td_steps: int | Tensor,
     discount: Discount,
     lengths: Tensor | None = None,
     terminated: Tensor | None = None,
@@ -373,7 +373,7 @@ def muzero_targets(
     """MuZero's targets for value and reward (`make_target` of the pseudocode, version 2), and their masks.
 
     A row is a window of one game that begins at the sampled position. With ℓ its length, ν the root values,
-    n = td_steps, m = min(n, ℓ - j), and j from 0 to K = num_unroll_steps::
+    n_j = td_steps, m = min(n_j, ℓ - j), and j from 0 to K = num_unroll_steps::
 
         z_j = sum_{i<m} γ^i s_{j,j+i} r_{j+i} + γ^m s_{j,j+m} ν_{j+m}
 
@@ -384,7 +384,9 @@ def muzero_targets(
         rewards: r, `[B, L]`, of the window's moves, from the perspective of the player to move.
         root_values: ν, `[B, L + 1]`, of its states, searched or reanalysed, from the perspective of the player to move.
         num_unroll_steps: K, at least 0.
-        td_steps: n, at least 1. A window shorter than K + n bootstraps from its last state.
+        td_steps: n, an integer of at least 1; or an int64 tensor, `[B]` or `[B, K + 1]`, in which numbers below 1 are
+            read as 1 (EfficientZero's shorter horizons for old games). A window shorter than j + n_j bootstraps from
+            its last state.
         discount: γ, a number from -1 to 1, a 0-dim tensor, or `[B, 1]`.
         lengths: ℓ, `[B]` int64 from 0 to L: the number of recorded moves; later entries are not read. None: L. Other
             lengths are errors on a CPU, and with `check`; elsewhere, they are clamped.
@@ -412,7 +414,8 @@ def muzero_targets(
         ValueError: a shape, device or number is wrong, or an argument requires grad.
         NotImplementedError: ``check=True`` where there are no values.
 
-    The time grows with `num_unroll_steps` times `td_steps`.
+    The time grows with `num_unroll_steps` times `td_steps`. Under torch.compile, an integer `td_steps` that changes may
+    recompile; a tensor does not.
 
     Version 1 of the pseudocode pairs step k with r_k; version 2 pairs it with r_{k-1}, as this function does.
     EfficientZero and LightZero store r_{k-1} at index k - 1. At a time limit, this function bootstraps; other

@@ -1007,7 +1007,16 @@ def test_returns(function, rows, steps, dtype, device):
         check_close(ours, truth, dtype, what=function)
 
 
-@pytest.mark.parametrize("changes", [{}, {"to_play": None, "reward": "value_prefix"}, {"root_reward": None}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"to_play": None, "reward": "value_prefix"},
+        {"root_reward": None},
+        {"td_steps": torch.tensor([1, 2, 3, -1, 0, 20, 2**63 - 1, 1, 3])},
+        {"td_steps": torch.arange(54).view(6, 9).T % 7 - 1},
+    ],
+)
 def test_targets_of_muzero(changes, device):
     arguments = window_data() | {"num_unroll_steps": 5, "td_steps": 3, "discount": 0.9} | changes
     moved = converted(arguments, device)

@@ -104,9 +104,9 @@ GRADSCALE_HOST_DEVICE int64_t n_step_blocks_of_row(const ReturnsCall& call) {
 struct MuZeroCall {
   Element element; // as in ReturnsCall
   int64_t rows;
-  int64_t moves;        // L
-  int64_t unroll_steps; // K
-  int64_t td_steps;
+  int64_t moves;          // L
+  int64_t unroll_steps;   // K
+  int64_t td_steps;       // at most L
   int64_t prefix_horizon; // 0: rewards are not summed
   Operand rewards;
   Operand root_values;
@@ -121,7 +121,15 @@ struct MuZeroCall {
   ReturnsOutput targets; // of rewards
   bool* mask;            // both masks have the strides of `values`
   bool* policy_mask;
+  const int64_t* horizons; // td_steps by row, or by row and unroll step; null: `td_steps`
+  int64_t horizons_strides[2];
 };
+
+// td_steps of unroll step j of a row, from `horizons`: at least 1, and at most L, so that sums cannot overflow.
+GRADSCALE_HOST_DEVICE int64_t horizon_at(const MuZeroCall& call, int64_t row, int64_t j) {
+  const int64_t horizon = call.horizons[row * call.horizons_strides[kRow] + j * call.horizons_strides[kStep]];
+  return horizon < 1 ? 1 : horizon < call.td_steps ? horizon : call.td_steps;
+}
 
 // ---- Kernels --------------------------------------------------------------------------------------------------------
 

@@ -89,6 +89,7 @@ struct MuZeroWindows {
   at::Tensor to_play;
   at::Tensor root_reward;
   at::Tensor discounts;
+  at::Tensor horizons; // used instead of `td_steps` if defined
   double discount;
   c10::SymInt num_unroll_steps;
   c10::SymInt td_steps;
@@ -106,6 +107,7 @@ struct MuZeroWindows {
     visit("to_play", self.to_play);
     visit("root_reward", self.root_reward);
     visit("discounts", self.discounts);
+    visit("horizons", self.horizons);
     visit("discount", self.discount);
     visit("num_unroll_steps", self.num_unroll_steps);
     visit("td_steps", self.td_steps);

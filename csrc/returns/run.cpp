@@ -203,7 +203,14 @@ bool is_valid(const MuZeroCall& call, int64_t row) {
   const int64_t* players = call.to_play + row * call.to_play_strides[kRow];
   const int64_t stride = call.to_play_strides[kStep];
   const int64_t end = element_at<uint8_t>(call.terminated, row, 0) != 0 ? length - 1 : length;
-  const int64_t last = std::min(end, call.unroll_steps + call.td_steps);
+  int64_t reach = call.unroll_steps + call.td_steps;
+  if (call.horizons != nullptr) {
+    reach = 0;
+    for (int64_t j = 0; j <= std::min(call.unroll_steps, length); ++j) {
+      reach = std::max(reach, j + horizon_at(call, row, j));
+    }
+  }
+  const int64_t last = std::min(end, reach);
   int64_t i = 1;
   while (i <= last && players[i * stride] == players[0]) {
     ++i;
@@ -362,7 +369,7 @@ std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows) {
   call.rows = windows.rewards.size(1 - step);
   call.moves = windows.rewards.size(step);
   call.unroll_steps = windows.num_unroll_steps.expect_int();
-  call.td_steps = std::min(windows.td_steps.expect_int(), call.moves);
+  call.td_steps = windows.horizons.defined() ? call.moves : std::min(windows.td_steps.expect_int(), call.moves);
   call.prefix_horizon = windows.prefix_horizon.expect_int();
   call.rewards = operand_of(windows.rewards, 0, batch_first);
   call.root_values = operand_of(windows.root_values, 0, batch_first);
@@ -371,6 +378,12 @@ std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows) {
   if (windows.lengths.defined()) {
     call.lengths = windows.lengths.const_data_ptr<int64_t>();
     call.lengths_stride = windows.lengths.stride(0);
+  }
+  if (const at::Tensor& horizons = windows.horizons; horizons.defined()) {
+    call.horizons = horizons.const_data_ptr<int64_t>();
+    const bool is_per_row = horizons.dim() == 1;
+    call.horizons_strides[kRow] = horizons.stride(is_per_row ? 0 : 1 - step);
+    call.horizons_strides[kStep] = is_per_row ? 0 : horizons.stride(step);
   }
   call.terminated = operand_of(windows.terminated, 0, batch_first);
   if (to_play.defined()) {

@@ -171,9 +171,11 @@ struct MuZeroRow {
     length = recorded < 0 ? 0 : recorded < call.moves ? recorded : call.moves;
   }
 
-  // Writes the targets of unroll step j. `rewards[i]` and `root_values[i]` are the numbers of move i of the row.
-  template <class Rewards, class Values>
-  GRADSCALE_HOST_DEVICE void write(int64_t j, const Rewards& rewards, const Values& root_values) const {
+  // Writes the targets of unroll step j. `td_steps(j)` is the largest number of rewards in its value target, and
+  // `rewards[i]` and `root_values[i]` are the numbers of move i of the row.
+  template <class TdSteps, class Rewards, class Values>
+  GRADSCALE_HOST_DEVICE void write(
+      int64_t j, const TdSteps& td_steps, const Rewards& rewards, const Values& root_values) const {
     const int64_t* players = call.to_play == nullptr ? nullptr : call.to_play + row * call.to_play_strides[kRow];
     const int64_t stride = call.to_play_strides[kStep];
     // x of move i, from the perspective of the player to move at step j.
@@ -182,8 +184,7 @@ struct MuZeroRow {
     };
     A z = A(0);
     if (j <= length) {
-      // The sum cannot overflow, because td_steps <= moves.
-      const int64_t last = j + call.td_steps < length ? j + call.td_steps : length;
+      const int64_t n = td_steps(j), last = j + n < length ? j + n : length; // n <= L, so the sum cannot overflow
       z = is_over && last == length ? A(0) : in_perspective(root_values[last], last);
       if (discount == 0 && last > j) {
         z = in_perspective(rewards[j], j);

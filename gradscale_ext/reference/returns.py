@@ -23,7 +23,7 @@ from .._trajectories import (
     check_window,
     result_dtype,
 )
-from .._window_values import check_targets, check_values
+from .._window_values import check_targets, check_values, horizons
 
 Tensor = torch.Tensor
 
@@ -296,7 +296,7 @@ def muzero_targets(
     root_values: Tensor,
     *,
     num_unroll_steps: int,
-    td_steps: int,
+    td_steps: int | Tensor,
     discount: Discount,
     lengths: Tensor | None = None,
     terminated: Tensor | None = None,
@@ -307,7 +307,7 @@ def muzero_targets(
     batch_first: bool = True,
     check: bool = False,
 ) -> MuZeroTargets:
-    """``z_j = sum_{i<m} discount^i s_{j,j+i} r_{j+i} + discount^m s_{j,j+m} nu_{j+m}``, m <= td_steps."""
+    """``z_j = sum_{i<m} discount^i s_{j,j+i} r_{j+i} + discount^m s_{j,j+m} nu_{j+m}``, m <= td_steps_j."""
     call = check_window(
         rewards,
         root_values,
@@ -338,6 +338,11 @@ def muzero_targets(
     gamma: Any = rows(call.discount)[:, 0] if is_matrix else call.discount  # type: ignore[arg-type]
     gamma = torch.as_tensor(gamma, dtype=dtype, device=r.device).detach().expand(size)
     row = torch.arange(size, device=r.device)
+    if isinstance(td_steps, Tensor):
+        n, longest = horizons(td_steps, batch_first).clamp(max=moves).expand(size, num_unroll_steps + 1), moves
+    else:
+        longest = min(td_steps, moves)
+        n = torch.full((size, num_unroll_steps + 1), longest, device=r.device)
 
     def seen(x: Tensor, i: Tensor, j: int) -> Tensor:
         """``s_{j,i} x_i``: entry i of x, from the perspective of the player to move at j."""
@@ -348,9 +353,9 @@ def muzero_targets(
         if j > moves:
             values.append(torch.zeros_like(gamma))
             continue
-        last = torch.minimum(length, torch.as_tensor(j) + min(td_steps, moves)).clamp(min=j)  # j + m
+        last = torch.minimum(length, j + n[:, j]).clamp(min=j)  # j + m
         z = torch.where((last == length) & is_over, 0, seen(nu, last, j))
-        for i in range(min(j + td_steps, moves) - 1, j - 1, -1):
+        for i in range(min(j + longest, moves) - 1, j - 1, -1):
             z = torch.where(i < last, seen(r, torch.full_like(row, i), j) + times(gamma, z), z)
         values.append(torch.where(j <= length, z, 0))
     steps = torch.arange(num_unroll_steps + 1, device=r.device)

@@ -190,6 +190,9 @@ class WindowCase(Described):
     moves: int = 6
     unroll_steps: int = 4
     td_steps: int = 3
+    horizons: str = "number"
+    """The form of `td_steps`: "number", "rows", or "entries" (of rows and unroll steps). Tensors hold numbers around
+    it, and some of less than 1."""
     batch_first: bool = True
     has_lengths: bool = True
     player_dtype: torch.dtype | None = None
@@ -227,6 +230,10 @@ class WindowCase(Described):
             arrays["root_reward"] = g.standard_normal(self.rows)
         if self.discount == "rows":
             arrays["discount"] = g.uniform(-1, 1, (self.rows, 1))
+        if self.horizons != "number":
+            shape = (self.rows, self.unroll_steps + 1) if self.horizons == "entries" else (self.rows,)
+            arrays["td_steps"] = g.integers(-1, 3, shape) + self.td_steps
+            arrays["td_steps"][-1] = self.td_steps  # the row with a third player
         return arrays
 
     def tensors(self) -> dict[str, Any]:
@@ -252,7 +259,7 @@ class WindowCase(Described):
         for b in range(self.rows):
             row = {name: x[b] if x.ndim else x for name, x in exact.items()}
             length, gamma = int(row.get("lengths", self.moves)), float(row["discount"].item())
-            n = min(self.td_steps, self.moves + 1)
+            n = np.minimum(row.get("td_steps", self.td_steps), self.moves + 1)
             own = (row.get("to_play"), self.horizon, row.get("root_reward"))
             over = bool(row["terminated"])
             rows.append(muzero_row(row["rewards"], row["root_values"], length, over, self.unroll_steps, n, gamma, *own))
@@ -265,6 +272,7 @@ _windows = product(
     moves=(6, 1, 11, 0),
     unroll_steps=(4, 0, 1, 12),
     td_steps=(3, 1, 7, 10**12),
+    horizons=("number", "rows", "entries"),
     batch_first=(True, False),
     has_lengths=(True, True, False),
     player_dtype=(None, torch.int64, torch.int8, torch.bool),
@@ -290,7 +298,8 @@ def window_cases(draw: st.DrawFn) -> WindowCase:
 @fuzz(window_cases(), examples=120)
 def test_muzero_targets(case: WindowCase) -> None:
     given = case.tensors()
-    steps: dict[str, Any] = {"num_unroll_steps": case.unroll_steps, "td_steps": case.td_steps}
+    steps: dict[str, Any] = {"num_unroll_steps": case.unroll_steps}
+    steps |= {"td_steps": case.td_steps} if case.horizons == "number" else {}
     steps |= {"reward": "value_prefix", "prefix_horizon": case.horizon} if case.horizon else {}
     watched = Watched(*given.values())
     is_double = any(_is_floating(value) and value.dtype == F64 for value in given.values())
