@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from . import _context
-from ._trajectories import MuZeroTargets, Window
+from ._trajectories import MuZeroTargets
+from ._windows import Window
 
 Tensor = torch.Tensor
 

@@ -1,8 +1,8 @@
 """Targets from trajectories: the step before the loss.
 
 Transition t is (s_t, a_t, r_t, s'_t), all at index t: ``rewards[b, t]`` was received on leaving s_t, and ``terminated``
-and ``truncated`` were returned by the same step of the environment. `n_step_returns` and `muzero_targets` are sums over
-windows; the other functions are linear recurrences, ``y_t = a_t + b_t y_{t+1}``, computed in one pass.
+and ``truncated`` were returned by the same step of the environment. `n_step_returns`, `n_step_transitions` and
+`muzero_targets` are sums over windows; the other functions are linear recurrences, ``y_t = a_t + b_t y_{t+1}``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ import torch
 from . import _context
 from ._native import _C
 from ._returns_operator import FUNCTIONS, run, run_muzero
-from ._trajectories import Discount, GeneralizedAdvantages, MuZeroTargets, VTrace, check_trajectories, check_window
+from ._trajectories import (
+    Discount,
+    GeneralizedAdvantages,
+    MuZeroTargets,
+    NStepTransitions,
+    VTrace,
+    check_trajectories,
+)
+from ._windows import check_window
 
 Tensor = torch.Tensor
 
@@ -51,17 +59,7 @@ def _results(
         if results is not None:
             return results
     call = check_trajectories(
-        function,
-        rewards,
-        values,
-        next_values,
-        discount,
-        lambda_,
-        *flags,
-        batch_first,
-        ratios=ratios,
-        clips=clips,
-        n=n,
+        function, rewards, values, next_values, discount, lambda_, *flags, batch_first, ratios=ratios, clips=clips, n=n
     )
     return run(function, call)
 
@@ -124,16 +122,7 @@ def lambda_returns(
     tensor([[1.5000, 1.0000, 5.0000]])
     """
     results = _results(
-        "lambda_returns",
-        rewards,
-        values,
-        next_values,
-        discount,
-        lambda_,
-        terminated,
-        truncated,
-        mask,
-        batch_first,
+        "lambda_returns", rewards, values, next_values, discount, lambda_, terminated, truncated, mask, batch_first
     )
     return results[0]
 
@@ -169,19 +158,56 @@ def n_step_returns(
     tensor([[2.5000, 3.5000, 5.0000]])
     """
     results = _results(
-        "n_step_returns",
-        rewards,
-        values,
-        next_values,
-        discount,
-        1.0,
-        terminated,
-        truncated,
-        mask,
-        batch_first,
-        n=n,
+        "n_step_returns", rewards, values, next_values, discount, 1.0, terminated, truncated, mask, batch_first, n=n
     )
     return results[0]
+
+
+def n_step_transitions(
+    rewards: Tensor,
+    *,
+    discount: Discount,
+    n: int,
+    terminated: Tensor | None = None,
+    truncated: Tensor | None = None,
+    mask: Tensor | None = None,
+    batch_first: bool = True,
+) -> NStepTransitions:
+    """n-step transitions: the parts of an n-step target for critics that are not scalar (C51, QR-DQN, SAC).
+
+    With m the smaller of n and the number of transitions from t up to and including the first cut::
+
+        rewards_t = sum_{i<m} (Π_{j<i} γ_{t+j}) r_{t+i}
+        discounts_t = Π_{j<m} γ_{t+j};    exactly 0 if transition t + m - 1 terminated
+        steps_t = m
+
+    The state to bootstrap from is s' of transition t + m - 1. So, where unmasked, `n_step_returns` is
+    ``rewards + discounts * next_values.gather(1, t + steps - 1)``, except for rounding. For distributions, see
+    `Support.project`.
+
+    Args:
+        rewards, discount, n, terminated, truncated, mask, batch_first: as in `n_step_returns`.
+
+    Returns:
+        `rewards` and `discounts`, float32, or float64 if a tensor is float64, and `steps`, int64; `[B, T]` each, and 0
+        where masked. `rewards` is differentiable with respect to rewards, to any order and in forward mode;
+        `discounts` and `steps` are constants. Behind a discount of 0, rewards are not read, and `discounts` is 0, but
+        `steps` counts on up to a cut.
+
+    Raises:
+        TypeError, ValueError: as `lambda_returns`.
+
+    The time does not depend on n. N-step replay buffers, as of Rainbow (Hessel et al. 2018), store these parts of each
+    window when it is complete. Here they are computed from stored trajectories, with a discount for each step.
+
+    >>> parts = n_step_transitions(torch.tensor([[1.0, 1.0, 1.0]]), discount=0.5, n=2)
+    >>> parts.rewards, parts.discounts, parts.steps
+    (tensor([[1.5000, 1.5000, 1.0000]]), tensor([[0.2500, 0.2500, 0.5000]]), tensor([[2, 2, 1]]))
+    """
+    results = _results(
+        "n_step_transitions", rewards, None, None, discount, 1.0, terminated, truncated, mask, batch_first, n=n
+    )
+    return NStepTransitions(*results)
 
 
 def generalized_advantages(

@@ -192,8 +192,9 @@ Results returns_in_eager_mode(
   LinearCall call{};
   const auto function = static_cast<Formula>(formula);
   call.formula = formula;
-  call.observations = next_values.is_none();
-  const bool reads_values = call.observations || (function != Formula::lambda_returns && function != Formula::n_step);
+  const bool has_n = function == Formula::n_step || function == Formula::n_step_transitions;
+  call.observations = next_values.is_none() && function != Formula::n_step_transitions;
+  const bool reads_values = call.observations || !(has_n || function == Formula::lambda_returns);
   read.require(!(reads_values && values.is_none()));
   read.require(!(call.observations && (!truncated.is_none() || function == Formula::retrace)));
   call.inputs = {
@@ -213,7 +214,7 @@ Results returns_in_eager_mode(
     call.limits[i] = read.limit(PyTuple_GET_ITEM(limits.ptr(), i));
   }
   const int64_t num_steps = read.integer(n, 1, 0);
-  read.require((function == Formula::n_step) == (num_steps > 0));
+  read.require(has_n == (num_steps > 0));
   if (!read.usual) {
     return std::nullopt;
   }

@@ -13,9 +13,11 @@
 namespace gradscale {
 
 // The names of kernels and of autograd nodes begin with these.
-constexpr const char* kFormulaNames[] = {"LambdaReturns", "GeneralizedAdvantages", "VTrace", "Retrace", "NStepReturns"};
+constexpr const char* kFormulaNames[] = {
+    "LambdaReturns", "GeneralizedAdvantages", "VTrace", "Retrace", "NStepReturns", "NStepTransitions"};
 
-// A linear function of its inputs: one of the functions, or its adjoint.
+// A linear function of its inputs: one of the functions, or its adjoint. Discounts and steps of n-step transitions are
+// constants. The adjoint of n-step transitions is the adjoint of n-step returns.
 struct LinearCall {
   bool is_adjoint;
   int64_t formula; // a Formula

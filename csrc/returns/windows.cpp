@@ -1,4 +1,5 @@
-// The CPU kernels of n-step returns and of MuZero's targets. This file includes itself once for each instruction set.
+// The CPU kernels of n-step returns, of n-step transitions and of MuZero's targets. This file includes itself once for
+// each instruction set.
 #ifndef GRADSCALE_VARIANT
 #include "call.h"
 
@@ -29,7 +30,7 @@ namespace {
 
 // Reads a row, of any length, as one tile.
 template <class A>
-void read_steps(Sources<A>& sources, int64_t row, StepOfRow<A>* out) {
+GRADSCALE_HOST_DEVICE void read_steps(Sources<A>& sources, int64_t row, StepOfRow<A>* out) {
   const int64_t steps = sources.call.steps;
   sources.read(row, 0, steps, steps);
   const Tile<A> tile = sources.tile;
@@ -46,7 +47,7 @@ void read_steps(Sources<A>& sources, int64_t row, StepOfRow<A>* out) {
   }
 }
 
-template <class A>
+template <NStep kind, class A>
 void n_step_rows_of(const ReturnsCall& call, int64_t begin, int64_t end) {
   Sources<A> sources(call, kStep);
   std::vector<StepOfRow<A> > steps(call.steps);
@@ -54,20 +55,27 @@ void n_step_rows_of(const ReturnsCall& call, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     read_steps(sources, row, steps.data());
     for (int64_t block = 0; block < n_step_blocks_of_row(call); ++block) {
-      if (call.is_adjoint) {
-        n_step_results<true, A>(call, steps.data(), row, block, scratch.data());
-      } else {
-        n_step_results<false, A>(call, steps.data(), row, block, scratch.data());
-      }
+      n_step_results<kind, A>(call, steps.data(), row, block, scratch.data());
     }
   }
 }
 
-void n_step_rows(const ReturnsCall& call, int64_t begin, int64_t end) {
+template <NStep kind>
+void n_step_rows_of(const ReturnsCall& call, int64_t begin, int64_t end) {
   if (call.element == Element::float64) {
-    n_step_rows_of<double>(call, begin, end);
+    n_step_rows_of<kind, double>(call, begin, end);
   } else {
-    n_step_rows_of<float>(call, begin, end);
+    n_step_rows_of<kind, float>(call, begin, end);
+  }
+}
+
+void n_step_rows(const ReturnsCall& call, int64_t begin, int64_t end) {
+  if (call.is_adjoint) {
+    n_step_rows_of<NStep::adjoint>(call, begin, end);
+  } else if (call.formula == Formula::n_step) {
+    n_step_rows_of<NStep::returns>(call, begin, end);
+  } else {
+    n_step_rows_of<NStep::transitions>(call, begin, end);
   }
 }
 

@@ -184,6 +184,32 @@ def test_returns(case: Case) -> None:
     watched.check(case.function)
 
 
+@fuzz(cases(), examples=80)
+def test_n_step_transitions(case: Case) -> None:
+    n = case.n if case.steps <= 130 else min(case.n, 40)  # the reference takes n steps for each result
+    case = dataclasses.replace(case, function="n_step_returns", observations=False, n=n)
+    data, options = case.tensors(), case.options()
+    given = {name: data[name] for name in ("rewards", "discount", *FLAGS)}
+    watched = Watched(*given.values())
+    found = []
+    for module in (gs, gs.reference):
+        wide = {name: value.double() if _is_floating(value) else value for name, value in given.items()}
+        arguments = given if module is gs else wide
+        arguments = arguments | {"rewards": arguments["rewards"].detach().requires_grad_()}
+        parts = module.n_step_transitions(**arguments, **options)
+        weights = torch.linspace(-1, 2, parts.steps.numel()).view(parts.steps.shape).to(parts.rewards.dtype)
+        gradients = torch.autograd.grad(parts.rewards, arguments["rewards"], weights) if parts.steps.numel() else ()
+        found.append((*parts, *gradients))
+    is_double = any(_is_floating(given[name]) and given[name].dtype == F64 for name in ("rewards", "discount"))
+    assert [part.dtype for part in found[0][:3]] == [F64 if is_double else F32] * 2 + [torch.int64]
+    tolerance = 1e-9 if is_double else 3e-5
+    for ours, expected in zip(*found, strict=True):
+        eps = torch.finfo(ours.dtype).eps if ours.is_floating_point() else 0.0
+        assert_near(ours.detach(), expected.detach().double(), max(tolerance, eps))
+    assert torch.equal(found[0][2], found[1][2])
+    watched.check("n_step_transitions")
+
+
 @dataclass(frozen=True)
 class WindowCase(Described):
     rows: int = 3
