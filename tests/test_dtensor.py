@@ -225,6 +225,12 @@ def returns(rank: int) -> None:
         ours = gs.generalized_advantages(given[0], given[1], given[1], discount=0.9, lambda_=0.8)
         theirs = gs.generalized_advantages(rewards, values, values, discount=0.9, lambda_=0.8)
         assert_same(ours._asdict(), theirs._asdict())
+        leaves = [spread(rewards.clone().requires_grad_(), kind) for kind in (placement, None)]
+        parts = [gs.n_step_transitions(leaf, discount=0.9, n=2) for leaf in leaves]
+        assert_same(parts[0]._asdict(), parts[1]._asdict())
+        for one in parts:
+            one.rewards.square().sum().backward()
+        assert_same(leaves[0].grad, leaves[1].grad)
         td_steps = torch.arange(B) % 3 + 1
         for horizons in ((1, 1), (spread(td_steps, placement), td_steps)):
             windows = [
