@@ -31,7 +31,7 @@ class Window(NamedTuple):
     check: bool
 
 
-def _horizons(check: Checker, td_steps: Any, num_steps: int) -> int | torch.Tensor:
+def _checked_td_steps(check: Checker, td_steps: Any, num_steps: int) -> int | torch.Tensor:
     """Check td_steps: an integer, or an int64 tensor `[B]` or `[B, num_steps]`."""
     if isinstance(td_steps, numbers.Number | torch.SymInt):
         return check.integer("td_steps", td_steps, 1)
@@ -87,7 +87,7 @@ def check_window(
     check.floats("root_values", root_values, 1)
     check.shaped("root_values", root_values, 1, ", one step more than rewards")
     num_unroll_steps = check.integer("num_unroll_steps", num_unroll_steps, 0, "2**31 - 1")
-    td_steps = _horizons(check, td_steps, num_unroll_steps + 1)
+    td_steps = _checked_td_steps(check, td_steps, num_unroll_steps + 1)
     discount = check.coefficient("discount", discount, -1, per_step=False)
     if lengths is not None:
         check.tensor("lengths", lengths, None, "an int64 tensor")
