@@ -52,9 +52,10 @@ void n_step_rows_of(const ReturnsCall& call, int64_t begin, int64_t end) {
   Sources<A> sources(call, kStep);
   std::vector<StepOfRow<A> > steps(call.steps);
   std::vector<A> scratch(2 * n_step_block_size(call));
+  const int64_t blocks = n_step_blocks_of_row(call);
   for (int64_t row = begin; row < end; ++row) {
     read_steps(sources, row, steps.data());
-    for (int64_t block = 0; block < n_step_blocks_of_row(call); ++block) {
+    for (int64_t block = 0; block < blocks; ++block) {
       n_step_results<kind, A>(call, steps.data(), row, block, scratch.data());
     }
   }
@@ -84,14 +85,15 @@ void n_step_rows(const ReturnsCall& call, int64_t begin, int64_t end) {
 template <class A, bool has_horizons>
 void muzero_rows_of(const MuZeroCall& call, int64_t begin, int64_t end) {
   Source<A> rewards(call.rewards, kStep), root_values(call.root_values, kStep);
+  const int64_t unroll_steps = call.unroll_steps, longest = call.td_steps;
   for (int64_t k = begin; k < end; ++k) {
     const MuZeroRow<A> row(call, k);
     // The number of rewards that the targets use, at most. The sum cannot overflow, because td_steps <= moves.
-    const int64_t used = std::min(row.length, call.unroll_steps + call.td_steps);
+    const int64_t used = std::min(row.length, unroll_steps + longest);
     const Piece<A> r = rewards.piece(k, 0, used, used);
     const Piece<A> nu = root_values.piece(k, 0, used + 1, used + 1);
-    const auto td_steps = [&](int64_t j) { return has_horizons ? horizon_at(call, k, j) : call.td_steps; };
-    for (int64_t j = 0; j <= call.unroll_steps; ++j) {
+    const auto td_steps = [&](int64_t j) { return has_horizons ? horizon_at(call, k, j) : longest; };
+    for (int64_t j = 0; j <= unroll_steps; ++j) {
       row.write(j, td_steps, r, nu);
     }
   }
