@@ -141,6 +141,11 @@ def check_heads(heads: Mapping[str, Head]) -> None:
             )
 
 
+def _steps(head: Head, count: int) -> range:
+    """The steps of a head's entries. A range makes `first_step` a constant under torch.compile(dynamic=True)."""
+    return range(head.first_step, head.first_step + count)
+
+
 def _at(head: str, step: int, what: str) -> str:
     return f"the {what} of head '{head}' at step {step}"
 
@@ -168,7 +173,7 @@ def _entries(what: str, name: str, head: Head, entries: Entries, batch_first: bo
             f"multi_step_loss: the {what} of head '{name}' must be a tensor or a list of one tensor per step, "
             f"but it is of type {type(entries).__name__}{_remedies.remedy_for_type(entries)}"
         )
-    for step, entry in enumerate(entries, start=head.first_step):
+    for step, entry in zip(_steps(head, len(entries)), entries, strict=True):
         where = _at(name, step, what)
         if not isinstance(entry, torch.Tensor):
             raise TypeError(
@@ -234,7 +239,7 @@ def _check_head(
     device: torch.device,
 ) -> None:
     before: tuple[torch.Tensor, torch.Tensor | None] | None = None
-    for step, (prediction, target) in enumerate(zip(predictions, targets, strict=True), start=head.first_step):
+    for step, prediction, target in zip(_steps(head, len(predictions)), predictions, targets, strict=True):
         if before and _is_like(prediction, before[0]) and (target is before[1] or _is_like(target, before[1])):
             continue
         before = prediction, target

@@ -76,9 +76,8 @@ def _flat(*mappings: Mapping[str, Entries]) -> list[object]:
 
 
 def _constants(head: Head) -> tuple[object, ...]:
-    """The attributes that a graph is specialised on: all except floats, which schedules may change."""
-    values = [getattr(head, field.name) for field in fields(head)]
-    return type(head), *(None if isinstance(value, float) else value for value in values)
+    """The attributes that a graph is specialised on: all except numbers of type float, which schedules may change."""
+    return type(head), *[getattr(head, field.name) for field in fields(head) if field.type != "float"]
 
 
 def _form(value: object) -> object:
