@@ -254,7 +254,11 @@ READS = {
     "allclose": (lambda t: torch.allclose(t, t), "torch.allclose waits", "return the tensor"),
     "cholesky": (lambda t: torch.linalg.cholesky(t.T @ t + torch.eye(3)), "torch.linalg", "cholesky_ex"),
     "normal": (lambda t: torch.normal(t, t.abs()), "torch.normal with a tensor as std", "torch.randn_like"),
-    "categorical": (lambda t: torch.distributions.Categorical(logits=t), "checks its arguments", "validate_args=False"),
+    "categorical": (
+        lambda t: torch.distributions.Categorical(logits=t, validate_args=True),
+        "checks its arguments",
+        "validate_args=False",
+    ),
     "number": (lambda t: t.add(t, alpha=t.sum()), "a tensor used as a number", "return the tensor"),
     "clip_error": (lambda t: gs.clip_gradients_([t], 1.0, nonfinite="error"), "waits", "return the tensor"),
 }

@@ -25,7 +25,11 @@ def test_doctests(name):
     if name.endswith(".lightning"):
         pytest.importorskip("lightning")
     module = importlib.import_module(name)
-    assert doctest.testmod(module) == (0, inspect.getsource(module).count(">>> "))
+    runner = doctest.DocTestRunner()
+    for example in doctest.DocTestFinder().find(module):
+        if "__resume_at_" not in example.name:  # parts of functions, which torch.compile adds to a module
+            runner.run(example)
+    assert runner.summarize() == (0, inspect.getsource(module).count(">>> "))
 
 
 def test_there_are_doctests():
