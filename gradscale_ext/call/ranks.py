@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .. import _context, _numbers
-from .._ranks import group_of, waiting
+from .._ranks import group_of, refuse_vmap, waiting
 from .checks import is_mapping
 from .validate import Call
 
@@ -85,6 +85,7 @@ def _all_reduced(sent: dict[str, tuple[torch.Tensor, str]], group: str) -> dict[
     """Reduce each tensor by its named reduction. All reductions are started before the first is waited for."""
     if not group:
         return {name: tensor for name, (tensor, _) in sent.items()}
+    refuse_vmap("multi_step_loss")
     collectives = torch.ops._c10d_functional
     with waiting("multi_step_loss") if _context.is_eager() else contextlib.nullcontext():
         begun = {name: collectives.all_reduce(tensor, how, group) for name, (tensor, how) in sent.items()}
