@@ -8,6 +8,7 @@ from .call.output import MultiStepLossOutput
 from .capture.diagnosis import diagnose_capture
 from .capture.report import CaptureDiagnosis, CaptureFinding
 from .capture.step import CapturedStep
+from .completed_q import completed_q_policy
 from .diagnosis.diagnosis import diagnose_gradients
 from .diagnosis.report import Finding, GradientDiagnosis
 from .diagnosis.tracer import GradientTracer
@@ -39,6 +40,7 @@ from .heads import (
 from .loss.multi_step import MultiStepLoss, empty_cache, multi_step_loss, reduce_multi_step
 from .loss.priorities import priorities
 from .monitor.monitor import GradientMonitor
+from .normalization import ReturnScale, standardize
 from .returns import generalized_advantages, lambda_returns, muzero_targets, n_step_returns, retrace, vtrace
 from .statistics.gradients import GradientStatistics, clip_gradients_, gradient_statistics
 from .statistics.l2 import l2_loss
@@ -71,6 +73,7 @@ __all__ = [
     "NormalizeGradient",
     "PerStepLoss",
     "QuantileHuber",
+    "ReturnScale",
     "ReverseGradient",
     "ScaleGradient",
     "SoftCrossEntropy",
@@ -80,6 +83,7 @@ __all__ = [
     "clip_gradient_norm",
     "clip_gradient_value",
     "clip_gradients_",
+    "completed_q_policy",
     "diagnose_capture",
     "diagnose_gradients",
     "empty_cache",
@@ -99,6 +103,7 @@ __all__ = [
     "scale_gradient",
     "signed_hyperbolic",
     "signed_parabolic",
+    "standardize",
     "symexp",
     "symlog",
     "unroll",
