@@ -328,15 +328,27 @@ class MultiStepLoss(torch.nn.Module):
         self.heads = heads
 
     @classmethod
-    def muzero(cls, support: Support | None = None, value_weight: float = 1.0) -> MultiStepLoss:
+    def muzero(
+        cls, support: Support | None = None, value_weight: float = 1.0, root_reward: bool = True
+    ) -> MultiStepLoss:
         """The heads of the MuZero pseudocode: categorical value and reward, and the policy.
 
         Args:
             support: of value and reward, `Support.muzero()` when left out.
             value_weight: weight of the value head (0.25 in MuZero Reanalyse).
+            root_reward: True: the reward head predicts at the root too, as in the pseudocode. False: it has
+                ``first_step=1``, for the targets of `muzero_targets` without its `root_reward`.
+
+        Raises:
+            TypeError: `root_reward` is not a bool.
         """
+        _numbers.check_flag("MultiStepLoss.muzero: root_reward", root_reward)
         support = Support.muzero() if support is None else support
-        return cls(value=TwoHot(support, weight=value_weight), reward=TwoHot(support), policy=SoftCrossEntropy())
+        return cls(
+            value=TwoHot(support, weight=value_weight),
+            reward=TwoHot(support, first_step=0 if root_reward else 1),
+            policy=SoftCrossEntropy(),
+        )
 
     def _plan(self) -> Any:
         """The heads as the kernels read them; made again if `self.heads` has changed."""
