@@ -37,8 +37,9 @@ from .heads import (
     SoftCrossEntropy,
     TwoHot,
 )
-from .loss.multi_step import MultiStepLoss, empty_cache, multi_step_loss, reduce_multi_step
+from .loss.multi_step import MultiStepLoss, empty_cache, multi_step_loss
 from .loss.priorities import priorities
+from .loss.reduce import reduce_multi_step
 from .monitor.monitor import GradientMonitor
 from .normalization import ReturnScale, standardize
 from .returns import generalized_advantages, lambda_returns, muzero_targets, n_step_returns, retrace, vtrace
