@@ -67,51 +67,54 @@ def standardize(
         return _distributed.by_whole(lambda x, mask: standardize(x, mask=mask, eps=eps), x, mask)  # type: ignore[no-any-return]
     if x.numel() == 0 and not group:
         return x.to(result_dtype(x), copy=True)
-    deviations, mean, std = _moments(x, mask, group, size, process_group)
-    divisor = torch.where(std == 0, 1, std + eps)
-    standardized = torch.where(std == 0, 0, (deviations - mean) / divisor).to(result_dtype(x))
+    centred, std = _moments(x, mask, group, size, process_group)
+    # Entries that are all equal are zeros, and an infinite divisor makes their gradient 0.
+    standardized = (centred / torch.where(std == 0, math.inf, std + eps)).to(result_dtype(x))
     return standardized if mask is None else torch.where(mask, standardized, 0)
 
 
 def _moments(
     x: torch.Tensor, mask: torch.Tensor | None, group: str, size: int, process_group: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The entries less one of them, in the widest dtype; their mean; and the standard deviation.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The unmasked entries less their mean, in the widest dtype, and the standard deviation.
 
-    An entry, which all ranks subtract from their own, makes the differences small where all entries are large.
+    An entry, which all ranks subtract from their own first, makes the differences small where all entries are large.
     """
-    entries = x.to(_context.widest(x.device))
-    if mask is None:
-        flat, count = entries.flatten(), torch.full((), float(x.numel()), dtype=entries.dtype, device=x.device)
-        first = flat[:1].sum()
+    wide = _context.widest(x.device)
+    if mask is None or x.numel() == 0:
+        first, count = x.flatten()[:1], torch.full((), float(x.numel()), dtype=wide, device=x.device)
     else:
-        entries = torch.where(mask, entries, 0)
-        flat, count = entries.flatten(), mask.sum().to(entries.dtype)
-        # An index of True: index tensors without dimensions would be read by the host.
-        found = mask.flatten().to(torch.uint8).argmax(0, keepdim=True) if x.numel() > 0 else flat[:0].long()
-        first = flat.gather(0, found).sum()
-    first = first.detach()
-    deviations = entries - first if mask is None else torch.where(mask, entries - first, 0)
+        # An index with a dimension, because the host would read an index without one.
+        found = mask.flatten().to(torch.uint8).argmax(0, keepdim=True)
+        first, count = x.flatten().gather(0, found), mask.sum().to(wide)
+    first = first.detach().to(wide).sum()
+    entries = x.to(wide)
+    deviations = (entries if mask is None else torch.where(mask, entries, first)) - first
     mean = deviations.sum() / count.clamp(min=1)
-    centred = deviations - mean if mask is None else torch.where(mask, deviations - mean, 0)
-    std = _root_mean_square(centred, 1, count)
+    centred = deviations - mean
+    counted = centred if mask is None else torch.where(mask, centred, 0)
+    std = _root_mean_square(counted, None, count, is_safe=x.dtype != wide)
     if group:
         counts, firsts, means, stds = _columns(torch.stack([count, first, mean, std]), group, size, process_group)
         offsets = torch.where(counts > 0, firsts - first + means, 0)
         mean = (counts * offsets).sum() / counts.sum().clamp(min=1)
+        centred = deviations - mean
         spread = torch.cat([stds, offsets - mean])
-        std = _root_mean_square(spread, torch.cat([counts, counts]), counts.sum())
-    return deviations, mean, std
+        std = _root_mean_square(spread, torch.cat([counts, counts]), counts.sum(), is_safe=False)
+    return centred, std
 
 
-def _root_mean_square(x: torch.Tensor, times: torch.Tensor | int, count: torch.Tensor) -> torch.Tensor:
-    """√(Σ times x² / count), which neither overflows nor underflows. Where it is 0, its gradient is 0."""
-    if x.numel() == 0:
-        return x.sum()
-    largest = x.detach().abs().amax()
-    unit = torch.where(largest == 0, 1, largest)
-    mean = (times * (x / unit) ** 2).sum() / count.clamp(min=1)
-    return torch.where(largest == 0, 0, unit * torch.where(largest == 0, 1, mean).sqrt())
+def _root_mean_square(x: torch.Tensor, times: torch.Tensor | None, count: torch.Tensor, is_safe: bool) -> torch.Tensor:
+    """√(Σ times x² / count), with a gradient of 0 where it is 0. Unless squares can neither overflow nor
+    underflow, the numbers are divided by the largest first."""
+    unit: torch.Tensor | float = 1.0
+    if not is_safe and x.numel() > 0:
+        largest = x.detach().abs().amax()
+        unit = torch.where(largest == 0, 1, largest)
+        x = x / unit
+    squares = x**2 if times is None else times * x**2
+    mean = squares.sum() / count.clamp(min=1)
+    return torch.where(mean == 0, 0, unit * torch.where(mean == 0, 1, mean).sqrt())
 
 
 def _columns(own: torch.Tensor, group: str, size: int, process_group: Any) -> Any:
