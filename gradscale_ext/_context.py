@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -18,23 +19,23 @@ def is_eager() -> bool:
     return not torch.compiler.is_compiling()
 
 
-_watches = 0
+_shows = 0
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[None]:
+def showing_operators() -> Iterator[None]:
     """Let dispatch modes see the package's operators, where they would see the operations of the reference."""
-    global _watches
-    _watches += 1
+    global _shows
+    _shows += 1
     try:
         yield
     finally:
-        _watches -= 1
+        _shows -= 1
 
 
-def is_watched() -> bool:
-    """True in the context of `watched`."""
-    return _watches > 0
+def shows_operators() -> bool:
+    """Return True where calls have to be operators: while torch.compile traces, and in `showing_operators`."""
+    return not is_eager() or _shows > 0
 
 
 def is_transformed() -> bool:
@@ -95,13 +96,15 @@ allows_graph_breaks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def in_eager_mode(reason: str) -> Callable[[Function], Function]:
     """Decorate a function that torch.compile leaves to eager mode, with a graph break. With fullgraph=True, its error
-    contains the reason. `torch.compiler.disable` does the same, but imports the compiler when it decorates."""
+    contains the reason. `torch.compiler.disable` does the same, but imports the compiler, which takes a second."""
 
     def decorate(function: Function) -> Function:
         disabled: list[Function] = []
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if "torch._dynamo" not in sys.modules:
+                return function(*args, **kwargs)
             if not disabled:
                 disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
             return disabled[0](*args, **kwargs)

@@ -63,11 +63,19 @@ def multiplied(gradients: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 
 
 class PythonReads(TorchFunctionMode):
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self.tape = tape
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
         if name in PYTHON_READS:
             refuse(name)
-        return func(*args, **(kwargs or {}))
+        self.tape.checks_on_cpu = name == "one_hot"  # reads its largest class, which it does not do on a GPU
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.tape.checks_on_cpu = False
 
 
 class Tape(TorchDispatchMode):
@@ -77,9 +85,12 @@ class Tape(TorchDispatchMode):
         self.made: dict[int, torch.UntypedStorage] = {}
         self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self.replays = 0
+        self.checks_on_cpu = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func._schema.name in READS and self.checks_on_cpu:
+            return func(*args, **kwargs)
         if func._schema.name in READS:
             refuse(func._schema.name)
         if func.namespace == "profiler":
@@ -144,14 +155,14 @@ class TapeGraphs:
 
     @contextlib.contextmanager
     def side_by_side(self) -> Iterator[list[str]]:
-        with _context.watched(), ShownOperators():
+        with _context.showing_operators(), ShownOperators():
             yield []
 
     def capture(self, call: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[Tape, Any]:
         tape = Tape()
         states = [(generator, generator.get_state()) for generator in (torch.default_generator, *generators)]
         try:
-            with _context.watched(), PythonReads(), tape:
+            with _context.showing_operators(), PythonReads(tape), tape:
                 result = call()
         finally:
             tape.undo()

@@ -487,6 +487,56 @@ def test_a_hook_that_comes_later():
     assert len(seen) == 1
 
 
+class ClippingLearner(Learner):
+    """Clips, makes `steps` steps of the optimizer in each call, and is watched by a monitor."""
+
+    def __init__(self, steps, every):
+        super().__init__()
+        self.steps = steps
+        self.monitor = gs.GradientMonitor(self.model, self.optimizer, every=every)
+
+    def step(self, x, y):
+        for _ in range(self.steps):
+            loss = (self.model(x) - y).square().mean()
+            self.optimizer.zero_grad()
+            loss.backward()
+            gs.clip_gradients_(self.model, 0.5)
+            self.optimizer.step()
+        return loss
+
+
+@pytest.mark.parametrize(("steps", "every"), [(1, 1), (1, 5), (2, 5), (2, 2), (3, 100)])
+def test_a_monitor_has_the_charts_of_plain_calls(steps, every):
+    learner, reference = ClippingLearner(steps, every), ClippingLearner(steps, every)
+    update = gs.CapturedStep(learner.step, *learner.state())
+    given = batches(23)
+    assert bits(captured_calls(update, given)) == bits(plain_calls(reference.step, given))
+    assert bits(learner.state()) == bits(reference.state())
+    assert update.is_captured
+    learner.monitor.close()
+    reference.monitor.close()
+    assert learner.monitor.history == reference.monitor.history
+    assert {"clip_rate", "gradient_norm_total"} <= learner.monitor.history.keys()
+    assert learner.monitor.history["clip_rate"][-1][1] > 0
+
+
+def test_a_monitor_that_is_opened_and_closed_between_replays():
+    learner = Learner()
+    update = gs.CapturedStep(learner.step, *learner.state())
+    given = batches(30)
+    captured_calls(update, given[:8])
+    monitor = gs.GradientMonitor(learner.model, learner.optimizer, every=4, first_step=8)
+    captured_calls(update, given[8:20])
+    monitor.close()
+    assert [step for step, _ in monitor.history["gradient_norm_total"]] == [8, 12, 16]
+    captured_calls(update, given[20:])
+    assert monitor._taken == 12
+    reference = Learner()
+    for part in (given[:8], given[8:20], given[20:]):
+        plain_calls(reference.step, part)
+    assert bits(learner.state()) == bits(reference.state())
+
+
 def test_a_tracer_sees_plain_calls_only():
     learner = Learner()
     update = gs.CapturedStep(learner.step, *learner.state())

@@ -512,3 +512,66 @@ def test_how_a_report_is_shown():
     assert "<table>" in diagnosis._repr_html_()
     assert diagnosis.to_dict()["findings"][0]["code"] == "stale_number"
     assert len(diagnosis.__rich__().rows) == 2
+
+
+def test_a_monitor_is_left_as_it_is():
+    learner = Learner()
+    monitor = gs.GradientMonitor(learner.model, learner.optimizer, every=1)
+
+    def step(x, y):
+        loss = (learner.model(x) - y).square().mean()
+        learner.optimizer.zero_grad()
+        loss.backward()
+        gs.clip_gradients_(learner.model, 0.5)
+        gs.clip_gradients_(learner.model, adaptive=0.01)
+        learner.optimizer.step()
+
+    step(*batches(1)[0])
+    diagnosis = gs.diagnose_capture(step, batches(2), *learner.state())
+    assert diagnosis.ok, diagnosis
+    assert diagnosis.num_calls < 100  # the operators of clip_gradients_, not the reference's
+    monitor.close()
+    assert [at for at, _ in monitor.history["gradient_norm_total"]] == [0]
+    assert monitor._taken == 1
+
+
+class Agent(torch.nn.Module):
+    """A module that holds its optimizers and schedulers, as many agents do."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.model = Learner().model
+        self.optimizer = torch.optim.SGD(self.model.parameters(), momentum=0.9, **options)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+
+    def update(self, x, y):
+        self.optimizer.zero_grad()
+        (self.model(x) - y).square().mean().backward()
+        self.optimizer.step()
+        self.scheduler.step()
+
+
+def test_optimizers_in_attributes_of_a_module():
+    agent = Agent(lr=torch.tensor(0.1), fused=True)
+    before = bits([agent, agent.optimizer, agent.scheduler])
+    assert gs.diagnose_capture(agent.update, batches(3), agent).ok
+    assert bits([agent, agent.optimizer, agent.scheduler]) == before
+    agent = Agent(lr=0.1)
+    for state in ([agent], [agent, agent.optimizer], [agent.optimizer, agent.scheduler, agent]):
+        diagnosis = gs.diagnose_capture(agent.update, batches(3), *state)
+        assert [code for code, _ in codes(diagnosis)] == ["stale_number"], diagnosis
+
+
+def test_tensors_of_the_state_that_a_step_replaces():
+    learner, target = Learner(), Learner()
+
+    def step(x, y):
+        learner.step(x, y)
+        for parameter, own in zip(learner.model.parameters(), target.model.parameters(), strict=True):
+            own.data = 0.1 * parameter.data + 0.9 * own.data
+
+    diagnosis = gs.diagnose_capture(step, batches(3), *learner.state(), target.model)
+    (finding,) = diagnosis.findings
+    assert finding.code == "unnamed_state"
+    assert finding.source.startswith("own.data = 0.1 *")
+    assert "copy_()" in finding.remedy

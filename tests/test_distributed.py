@@ -369,7 +369,7 @@ def clip(process_group: Any) -> None:
 
 
 GROUPED: dict[str, Callable[[Any], object]] = {
-    "multi_step_loss": reduce_losses,
+    "reduce_multi_step": reduce_losses,
     "clip_gradients_": clip,
     "clip_gradient_norm": lambda group: gs.clip_gradient_norm(torch.ones(2), 1.0, process_group=group),
     "ClipGradientNorm": lambda group: gs.ClipGradientNorm(1.0, process_group=group),

@@ -309,6 +309,17 @@ def _diagnosis(x):
     return found, found.ok, str(found), found.to_dict(), x.sum()
 
 
+@program("gradients", "CaptureFinding", x=(3,))
+def _capture_finding(x):
+    return gs.CaptureFinding("sync", "a cause", "a remedy", "train.py:12", "x.item()"), x.sum()
+
+
+@program("gradients", "CaptureDiagnosis", x=(3,))
+def _capture_diagnosis(x):
+    found = gs.CaptureDiagnosis([gs.CaptureFinding("sync", "a cause", "a remedy", None, None)], 3)
+    return found, found.ok, str(found), found.to_dict(), x.sum()
+
+
 # ---- Names that break the graph --------------------------------------------------------------------------------------
 
 MODEL = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1))
@@ -325,6 +336,24 @@ def monitored(x):
     return list(monitor.history), torch.tensor([value for ((_, value),) in monitor.history.values()])
 
 
+def update(x):
+    OPTIMIZER.zero_grad()
+    loss = MODEL(x).sum()
+    loss.backward()
+    OPTIMIZER.step()
+    return loss.detach()
+
+
+def captured(x):
+    step = gs.CapturedStep(update, MODEL, OPTIMIZER)
+    return step(x), step.is_captured
+
+
+def diagnosed(x):
+    diagnosis = gs.diagnose_capture(update, [x, x + 1], MODEL, OPTIMIZER)
+    return diagnosis.ok, diagnosis.to_dict()
+
+
 def emptied(x):
     gs.empty_cache()
     return x.cos()
@@ -333,7 +362,9 @@ def emptied(x):
 #: Functions of `[4, 3]`, with a part of the error that fullgraph=True raises.
 BREAKING: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "GradientMonitor": (monitored, "GradientMonitor: open a monitor outside of a function with fullgraph=True"),
-    "empty_cache": (emptied, "release_gradient_pool"),
+    "CapturedStep": (captured, "CapturedStep: make it outside of a function with fullgraph=True"),
+    "diagnose_capture": (diagnosed, "diagnose_capture: call it outside of a function with fullgraph=True"),
+    "empty_cache": (emptied, "empty_cache: call it outside of a function with fullgraph=True"),
 }
 
 

@@ -119,9 +119,11 @@ def test_the_top_layers_are_not_imported():
     """Only `gradscale_ext` and `__main__` import monitor, diagnosis, capture and cli, which do not import each other.
 
     `_native` also imports cli.report, to report an extension that does not load. The reports of diagnosis and capture
-    look alike, and name the user's lines in the same way.
+    look alike, and name the user's lines in the same way. Captured steps count in monitors.
     """
-    shared = {"gradscale_ext.diagnosis.report", "gradscale_ext.diagnosis.tracer"}
+    diagnosis = {"gradscale_ext.diagnosis.report", "gradscale_ext.diagnosis.lines"}
+    monitor = {"gradscale_ext.monitor._open", "gradscale_ext.monitor.monitor", "gradscale_ext.monitor._kept"}
+    shared = diagnosis | monitor
     for module in MODULES:
         for folder in ("monitor", "diagnosis", "capture", "cli"):
             prefix = f"gradscale_ext.{folder}."

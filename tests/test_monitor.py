@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradscale_ext as gs
 from gradscale_ext import GradientMonitor
-from gradscale_ext.monitor import monitor, plot
+from gradscale_ext.monitor import _kept, monitor, plot
 from gradscale_ext.statistics import listeners
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -168,7 +168,7 @@ CLIPS = [gs.clip_gradients_, clip_by_pytorch, clip_by_value]
 @pytest.mark.parametrize("fold", [256, 2])
 def test_clip_rate(monkeypatch, fold):
     """The rate is a share of all steps, including those without a call that clips."""
-    monkeypatch.setattr(monitor, "FOLD", fold)
+    monkeypatch.setattr(_kept, "FOLD", fold)
     with watch(nn.Linear(1, 1, bias=False), lr=0.0, every=5) as (model, optimizer, watching):
         for norm in (1, 3, 1, None, 1, 3, 1, 1, 1, 1, 3):
             model.weight.grad = torch.full((1, 1), float(norm or 3))
@@ -968,7 +968,7 @@ def test_steps_that_the_scaler_skips_are_recorded_as_such(fused):
 
 def test_skipped_steps_of_an_optimizer_that_skips_by_itself(monkeypatch):
     """The host cannot see which steps are skipped. The device counts them, and the next record includes the count."""
-    monkeypatch.setattr(monitor, "FOLD", 2)
+    monkeypatch.setattr(_kept, "FOLD", 2)
     with watch(lr=0.01, fused=True, every=4) as (model, optimizer, watching):
         scaled_steps(model, optimizer, [1.0, OVERFLOW, OVERFLOW, 1.0, 1.0, 1.0, OVERFLOW])
         assert "skipped_steps" not in watching.history

@@ -1,6 +1,7 @@
 """The example agent: its games against oracles, its search with a model that knows the rules, and resumed runs."""
 
 import contextlib
+import copy
 import dataclasses
 import fcntl
 import itertools
@@ -14,9 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tape
 import torch
 
 import gradscale_ext as gs
+from gradscale_ext.capture import graphs
 
 gymnasium = pytest.importorskip("gymnasium")
 ROOT = Path(__file__).parent.parent
@@ -25,7 +28,7 @@ sys.path.insert(0, str(EXAMPLE))
 import games  # noqa: E402
 from configuration import Configuration, RunError  # noqa: E402
 from games import tictactoe  # noqa: E402
-from learner import make_loss, make_optimizer, update_weights  # noqa: E402
+from learner import make_loss, make_optimizer, make_update, update_weights  # noqa: E402
 from replay import n_step_returns  # noqa: E402
 from search import search  # noqa: E402
 from self_play import dirichlet_noise, draw_actions, evaluate, explored, play  # noqa: E402
@@ -338,6 +341,52 @@ def test_the_output_of_the_demo(tmp_path, monkeypatch, capsys):
     phases = ("time is up", "evaluating: 20 episodes", "timing the learner step: 20 times", "evaluation: 20 episodes")
     places = [printed.out.index(phase) for phase in phases]
     assert places == sorted(places)
+
+
+def test_a_captured_run_is_the_same_run(tmp_path, monkeypatch):
+    """A stand-in for CUDA graphs replays the learner step. The run is interrupted, and continues without one."""
+
+    def begin():
+        return Training(Configuration(game="cartpole", **SMALL), captured=True)
+
+    plain, captured = begin(), begin()
+    with monkeypatch.context() as replaced:
+        replaced.setattr(graphs, "graphs_of", lambda device: tape.TapeGraphs())
+        captured.update = make_update(
+            captured.network, captured.optimizer, make_loss(captured.network.support, "fused"), 1e-5, captured=True
+        )
+    while plain.learner_steps < 20:
+        plain.step()
+        captured.step()
+    assert captured.update.is_captured
+    assert not plain.update.is_captured
+    captured.save(tmp_path / "checkpoint.pt")
+    continued = begin()
+    continued.load(tmp_path / "checkpoint.pt")
+    for run in (plain, captured, continued):
+        run.step()
+        assert run.optimizer.param_groups[0]["lr"].item() == plain.optimizer.param_groups[0]["lr"].item() < 2e-3
+        for parameter, other in zip(plain.network.parameters(), run.network.parameters(), strict=True):
+            torch.testing.assert_close(parameter, other, rtol=1e-4, atol=1e-5)
+
+
+def test_the_network_that_plays_gets_the_weights_of_the_one_that_learns():
+    """As on a GPU, where the two are on different devices."""
+    whole, run = training("cartpole"), training("cartpole")
+    run.acting_network = copy.deepcopy(run.network)
+    while whole.learner_steps < 6:
+        whole.step()
+        run.step()
+        for parameter, other in zip(run.network.parameters(), run.acting_network.parameters(), strict=True):
+            assert torch.equal(parameter, other)
+    assert whole.curve == run.curve
+    for parameter, other in zip(whole.network.parameters(), run.network.parameters(), strict=True):
+        assert torch.equal(parameter, other)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_missing_ends_with_an_error(tmp_path, monkeypatch):
+    assert error_line(monkeypatch, tmp_path, "--device=cuda").startswith("error: --device cuda needs a GPU")
 
 
 def error_line(monkeypatch, directory, *options):

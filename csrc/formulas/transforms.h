@@ -22,9 +22,8 @@ GRADSCALE_HOST_DEVICE T signed_hyperbolic(T x, T eps) {
 template <class T>
 GRADSCALE_HOST_DEVICE T hyperbolic_root(T y, T eps) {
   const T size = std::abs(y), rest = T(1) + eps;
-  const T root = eps <= T(1)
-      ? std::sqrt(T(0.25) + eps * (size + rest))
-      : T(2) * std::sqrt(eps) * std::sqrt(T(0.25) * size + T(0.25) * (rest + T(0.25) / eps));
+  const T root = eps <= T(1) ? std::sqrt(T(0.25) + eps * (size + rest))
+                             : T(2) * std::sqrt(eps) * std::sqrt(T(0.25) * size + T(0.25) * (rest + T(0.25) / eps));
   return y / (root + T(0.5) + eps);
 }
 

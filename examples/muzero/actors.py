@@ -135,9 +135,17 @@ class KeptReplay:
 class ActorTraining(Training):
     """A run in which actors play while the learner learns. Its order depends on their speed, not only on the seed."""
 
-    def __init__(self, configuration: Configuration, directory: Path, address: str, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        configuration: Configuration,
+        directory: Path,
+        address: str,
+        ranks: Ranks | None = None,
+        device: str = "cpu",
+        captured: bool = False,
+    ) -> None:
         """Begin a run with local actors (`"local"`), or on the cluster at an address."""
-        super().__init__(configuration, ranks)
+        super().__init__(configuration, ranks, device, captured)
         if not ray.is_initialized():
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             # Ray sends the folder of this file to the machines of a cluster.
@@ -167,7 +175,7 @@ class ActorTraining(Training):
     def play(self) -> tuple[list[float], int]:
         """Wait until a step of all games has been played; players that have answered continue with new weights."""
         if self.weights is None or self.step_number % STEPS_PER_WEIGHTS == 0:
-            self.weights = ray.put(self.network.state_dict())
+            self.weights = ray.put(self.acting_network.state_dict())
         if not self.calls:
             for player in self.players:
                 self.ask(player)

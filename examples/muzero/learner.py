@@ -34,9 +34,18 @@ def make_loss(support: gs.Support, implementation: str, process_group: ProcessGr
     return functools.partial(loss_function, impl=implementation, **ranks)
 
 
-def make_optimizer(network: MuZeroNetwork, learning_rate: float) -> torch.optim.Optimizer:
+def make_optimizer(network: MuZeroNetwork, learning_rate: float | torch.Tensor) -> torch.optim.Optimizer:
     """Adam with one fused call for all parameters, because most of them are tiny."""
     return torch.optim.Adam(network.parameters(), lr=learning_rate, fused=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Change the learning rate, which is a tensor in a captured step: a graph would keep a number."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(learning_rate)
+        else:
+            group["lr"] = learning_rate
 
 
 def loss_of(
@@ -78,6 +87,21 @@ def update_weights(
     return output
 
 
+def make_update(
+    network: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_function: LossFunction,
+    weight_decay: float,
+    captured: bool = False,
+) -> Callable[[Batch], gs.MultiStepLossOutput]:
+    """The learner step as a function of a batch. Captured, a GPU runs it as one launch."""
+
+    def update(batch: Batch) -> gs.MultiStepLossOutput:
+        return update_weights(network, optimizer, loss_function, batch, weight_decay)
+
+    return gs.CapturedStep(update, network, optimizer) if captured else update
+
+
 def hidden_state_gradients(
     network: MuZeroNetwork, loss_function: LossFunction, batch: Batch, weight_decay: float, hidden_scale: float
 ) -> list[float]:
@@ -96,22 +120,27 @@ def hidden_state_gradients(
 def time_learner_step(
     network: MuZeroNetwork, batches: list[Batch], learning_rate: float, weight_decay: float, repetitions: int
 ) -> dict[str, float]:
-    """Median time of a learner step in ms for each implementation of the loss; they take turns, on separate copies."""
-    milliseconds: dict[str, list[float]] = {"fused": [], "reference": []}
-    learners = {}
-    for implementation in milliseconds:
-        copied = copy.deepcopy(network)
-        learners[implementation] = (
-            copied,
-            make_optimizer(copied, learning_rate),
-            make_loss(network.support, implementation),
-        )
+    """Median time of a learner step in ms: with each implementation of the loss and, on a GPU, captured.
+
+    They take turns, on separate copies.
+    """
+    device = next(network.parameters()).device
+    kinds = ["fused", "reference", *(["captured"] if device.type == "cuda" else [])]
+    milliseconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    updates = {}
+    for kind in kinds:
+        copied, is_captured = copy.deepcopy(network), kind == "captured"
+        rate = torch.tensor(learning_rate, device=device) if is_captured else learning_rate
+        loss_function = make_loss(network.support, "fused" if is_captured else kind)
+        updates[kind] = make_update(copied, make_optimizer(copied, rate), loss_function, weight_decay, is_captured)
     warm_up = 10
     for repetition in range(warm_up + repetitions):
         batch = batches[repetition % len(batches)]
-        for implementation, learner in learners.items():
+        for kind, update in updates.items():
             start = time.perf_counter()
-            update_weights(*learner, batch, weight_decay)
+            update(batch)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
             if repetition >= warm_up:
-                milliseconds[implementation].append(1e3 * (time.perf_counter() - start))
-    return {implementation: statistics.median(times) for implementation, times in milliseconds.items()}
+                milliseconds[kind].append(1e3 * (time.perf_counter() - start))
+    return {kind: statistics.median(times) for kind, times in milliseconds.items()}

@@ -63,13 +63,25 @@ def n_step_returns(
 class Batch:
     """B positions from the replay buffer, with the K actions that followed, and targets for T = K + 1 predictions."""
 
-    index: Integers  # [B], positions in the replay buffer
+    index: Integers | None  # [B], positions in the replay buffer
     observation: Tensor  # [B, *observation_shape]
     legal_actions: Tensor  # [B, A], bool: legal actions of the root
     actions: Tensor  # [B, K], int64
     targets: dict[str, Tensor]  # value [B, T], reward [B, K] (the root has none), policy [B, T, A]
     mask: dict[str, Tensor]  # [B, T], bool: True where the target exists
     importance_weights: Tensor  # [B]
+
+    def to(self, device: torch.device) -> Batch:
+        """What a learner step needs, on a device."""
+        return Batch(
+            index=None,
+            observation=self.observation.to(device),
+            legal_actions=self.legal_actions.to(device),
+            actions=self.actions.to(device),
+            targets={name: target.to(device) for name, target in self.targets.items()},
+            mask={name: mask.to(device) for name, mask in self.mask.items()},
+            importance_weights=self.importance_weights.to(device),
+        )
 
 
 class ReplayBuffer:

@@ -92,7 +92,7 @@ def run(options: argparse.Namespace, configuration: Configuration, directory: Pa
     checkpoint = directory / "checkpoint.pt"
     if options.fresh:
         ranks.agree(remove_run(directory))  # no rank reads files that are being removed
-    training = begin(configuration, directory, options.ray, ranks)
+    training = begin(options, configuration, directory, ranks)
     if ranks.from_first(checkpoint.exists()):
         try:
             training.load(checkpoint)
@@ -150,16 +150,22 @@ def checked_configuration(options: argparse.Namespace, ranks: Ranks) -> Configur
         raise RunError('--actors needs Ray: pip install "ray>=2.40,<3"')
     if options.ray != "local" and not configuration.actors:
         raise RunError("--ray needs --actors, which run on the cluster")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise RunError(
+            "--device cuda needs a GPU, and a PyTorch that was built for it; torch.cuda.is_available() is False"
+        )
+    if ranks.size > 1 and (options.device == "cuda" or options.captured):
+        raise RunError("--device cuda and --captured train in one process: leave them out under torchrun")
     return configuration
 
 
-def begin(configuration: Configuration, directory: Path, address: str, ranks: Ranks) -> Training:
+def begin(options: argparse.Namespace, configuration: Configuration, directory: Path, ranks: Ranks) -> Training:
     """A run in this process, or with actors on Ray."""
     if not configuration.actors:
-        return Training(configuration, ranks)
+        return Training(configuration, ranks, options.device, options.captured)
     from actors import ActorTraining
 
-    return ActorTraining(configuration, directory, address, ranks)
+    return ActorTraining(configuration, directory, options.ray, ranks, options.device, options.captured)
 
 
 def parse_options() -> argparse.Namespace:
@@ -187,6 +193,12 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument(
         "--ray", default="local", metavar="ADDRESS", help="the Ray cluster that --actors run on (default: this machine)"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where the learner step runs (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--captured", action="store_true", help="run the learner step as one CUDA graph; on a CPU it is called as it is"
     )
     parser.add_argument("--monitor", action="store_true", help="log and draw gradients as well")
     parser.add_argument("--fresh", action="store_true", help="delete the files of an earlier run, and start again")
@@ -279,21 +291,21 @@ def report(training: Training, directory: Path) -> None:
     """Evaluate, time the learner step, draw the plot, and print the results."""
     settings, game, self_play = training.share, training.game, training.self_play
     print(f"evaluating: {game.evaluation_episodes} episodes in parallel ...", flush=True)
-    evaluation = evaluate(training.network, settings)
+    evaluation = evaluate(training.acting_network, settings)
     picture = directory / "learning_curve.png"
     title = f"MuZero on {game.title}, seed {settings.seed}"
     ylabel = "return" if game.players == 1 else "return of the first player"
     plot_learning_curve(picture, title, ylabel, training.curve, training.environment_steps, evaluation)
     seconds = time_search(
         TIMED_SEARCHES,
-        training.network,
+        training.acting_network,
         self_play.observation,
         self_play.game.legal_actions(),
         settings.num_simulations,
         settings.signed_discount,
     )
     generator = np.random.default_rng(settings.seed)
-    batches = [training.replay.sample(settings.batch_size, generator) for _ in range(20)]
+    batches = [training.replay.sample(settings.batch_size, generator).to(training.device) for _ in range(20)]
     print(f"timing the learner step: {TIMED_STEPS} times with each implementation of the loss ...", flush=True)
     median = time_learner_step(
         training.network, batches, settings.learning_rate, settings.weight_decay, repetitions=TIMED_STEPS
@@ -312,6 +324,7 @@ def report(training: Training, directory: Path) -> None:
     print(
         f"learner step: {median['fused']:.2f} ms with the fused loss, {median['reference']:.2f} ms with the reference, "
         f"{median['reference'] / median['fused']:.2f} times as long (medians)"
+        + (f"; captured {median['captured']:.2f} ms" if "captured" in median else "")
     )
     print(f"picture: {picture}")
     print(f"logs: tensorboard --logdir {directory}")
@@ -327,7 +340,7 @@ def summary(game: type[games.Game], returns: games.Floats) -> str:
 def report_gradients(training: Training, directory: Path) -> None:
     """Plot the gradient of the hidden state in one batch, with the paper's scaling and without."""
     settings = training.share
-    batch = training.replay.sample(settings.batch_size, np.random.default_rng(settings.seed))
+    batch = training.replay.sample(settings.batch_size, np.random.default_rng(settings.seed)).to(training.device)
     loss_function = make_loss(training.network.support, settings.loss)
     norms = {
         scale: hidden_state_gradients(training.network, loss_function, batch, settings.weight_decay, scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import io
 import math
@@ -18,7 +19,7 @@ import torch
 import games
 import gradscale_ext as gs
 from configuration import Configuration, RunError, option_name
-from learner import make_loss, make_optimizer, update_weights
+from learner import make_loss, make_optimizer, make_update, set_learning_rate
 from networks import MuZeroNetwork
 from parallel import Ranks
 from replay import Batch, ReplayBuffer
@@ -64,8 +65,10 @@ class Training:
     Networks, optimizer and record are the same on all ranks.
     """
 
-    def __init__(self, configuration: Configuration, ranks: Ranks | None = None) -> None:
-        """Begin a run."""
+    def __init__(
+        self, configuration: Configuration, ranks: Ranks | None = None, device: str = "cpu", captured: bool = False
+    ) -> None:
+        """Begin a run. The learner step runs on the device; captured, as one launch on a GPU."""
         torch.manual_seed(configuration.seed)
         self.configuration = configuration
         self.ranks = ranks or Ranks()
@@ -73,10 +76,15 @@ class Training:
         self.generator = np.random.default_rng(self.share.seed)
         self.self_play = SelfPlay(self.share, self.generator)
         self.game = games.load(configuration.game)
-        self.network = make_network(configuration)
-        self.parallel_network = self.ranks.parallel(self.network)
-        self.optimizer = make_optimizer(self.network, configuration.learning_rate)
-        self.loss_function = make_loss(self.network.support, configuration.loss, self.ranks.process_group)
+        self.device = torch.device(device)
+        self.acting_network = make_network(configuration)  # plays on the CPU, where small networks are faster
+        is_on_cpu = self.device.type == "cpu"
+        self.network = self.acting_network if is_on_cpu else copy.deepcopy(self.acting_network).to(self.device)
+        rate = configuration.learning_rate
+        self.optimizer = make_optimizer(self.network, torch.tensor(rate, device=self.device) if captured else rate)
+        loss_function = make_loss(self.network.support, configuration.loss, self.ranks.process_group)
+        parallel_network = self.ranks.parallel(self.network)
+        self.update = make_update(parallel_network, self.optimizer, loss_function, configuration.weight_decay, captured)
         self.replay = make_replay(self.share)
         self.step_number = 0
         self.environment_steps = 0
@@ -105,6 +113,7 @@ class Training:
         if learning:
             for _ in range(self.configuration.updates_per_step):
                 output = self.learn(self.replay.sample(self.share.batch_size, self.generator, self.ranks.size == 1))
+            self.copy_weights()
             scalars |= {"loss/total": output.loss.item(), "learner/learning_rate": self.learning_rate}
             scalars |= {f"loss/{head}": mean.item() for head, mean in output.head_means.items()}
         self.step_number += 1
@@ -114,7 +123,7 @@ class Training:
 
     def play(self) -> tuple[list[float], int]:
         """Run a step of this rank's games. Returns the returns of finished episodes, and the number of transitions."""
-        finished = self.self_play.step(self.network)
+        finished = self.self_play.step(self.acting_network)
         for episode in finished:
             self.replay.add(episode)
         returns = [self.game.outcome(episode.rewards) for episode in finished]
@@ -127,14 +136,16 @@ class Training:
 
     def learn(self, batch: Batch) -> gs.MultiStepLossOutput:
         """Run a learner step, and update the priorities of the batch."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate
-        output = update_weights(
-            self.parallel_network, self.optimizer, self.loss_function, batch, self.configuration.weight_decay
-        )
-        self.replay.update_priorities(batch.index, output.expected["value"], batch.targets["value"])
+        set_learning_rate(self.optimizer, self.learning_rate)
+        output = self.update(batch.to(self.device))
+        self.replay.update_priorities(batch.index, output.expected["value"].cpu(), batch.targets["value"])
         self.learner_steps += 1
         return output
+
+    def copy_weights(self) -> None:
+        """Let the network that plays have the weights of the one that learns."""
+        if self.acting_network is not self.network:
+            self.acting_network.load_state_dict(self.network.state_dict())
 
     @property
     def mean_return(self) -> float:
@@ -224,7 +235,11 @@ class Training:
             raise RunError(f"the run in {path} was begun by {len(state['shares'])} processes, not {self.ranks.size}")
         share = state["shares"][self.ranks.rank]
         self.network.load_state_dict(state["network"])
+        self.copy_weights()
+        rates = [group["lr"] for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate  # a tensor or a number, as in this run
         self.replay.load_state_dict(share["replay"])
         self.self_play.load_state_dict(share["self_play"])
         self.generator.bit_generator.state = share["generator"]
@@ -255,7 +270,7 @@ def write_checkpoint(path: Path, state: dict[str, Any]) -> str:
 def read_checkpoint(path: Path) -> tuple[dict[str, Any], str]:
     """The contents that `save` has written, and an error message for the file; one of them is empty."""
     try:
-        state = torch.load(path, weights_only=False)
+        state = torch.load(path, map_location="cpu", weights_only=False)
     except Exception as error:  # of many types, depending on where the file is damaged
         return {}, one_line(error)
     if not (isinstance(state, dict) and state.keys() >= CHECKPOINT):

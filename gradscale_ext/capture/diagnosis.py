@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from .. import _context
 from ..diagnosis.lines import Location
-from .hooks import hook_name, hooks_of
+from .hooks import hook_name, hooks_of, is_of_monitor, rehearsing
 from .remedies import rate_remedy, scheduler_remedy, step_count_remedy
 from .report import CaptureDiagnosis, CaptureFinding, finding_of
 from .state import Item, State
@@ -36,6 +37,7 @@ _INSTEAD_OF_READS = {
 }
 
 
+@_context.in_eager_mode("diagnose_capture: call it outside of a function with fullgraph=True")
 def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: Any) -> CaptureDiagnosis:
     """Find what a CUDA graph of a learner step would get wrong, without a GPU.
 
@@ -53,7 +55,7 @@ def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: A
     changing_operators  the operators differ between two steps
     host_copy           a tensor is made on the host in the step, or read from another memory at each step
     generator           random numbers come from a generator that a graph does not know
-    python_hook         a hook on a module, parameter or optimizer, which a replay does not run
+    python_hook         a hook on a module, parameter or optimizer, which a replay does not run; `GradientMonitor` may
     unnamed_state       the step changes, or leaves for the next step, a tensor that is not part of `state`
     ==================  ================================================================================================
 
@@ -88,14 +90,16 @@ def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: A
     _check(step, batches)
     own = State("diagnose_capture", state)
     before, watches, fixed = own.save(), list[Watch](), list[_Fixed]()
+    replaced: list[tuple[str, Location | None]] = []
     try:
         for index, batch in enumerate([batches[0], *batches]):
             given = batch if isinstance(batch, tuple) else (batch,)
             fixed.append(_Fixed(own))
             known = [*(tensor for _, tensor in _kept_tensors(own)), *tensors_in(given)]
             watches.append(Watch(known, own.generators(), watches[-1] if index > 1 else None))
-            with watches[-1].recording():
+            with rehearsing(own), watches[-1].recording():
                 step(*given)
+            replaced = watches[-1].replaced(own.lasting_tensors())
         fixed.append(_Fixed(own))
     finally:
         for watch in reversed(watches):
@@ -104,6 +108,7 @@ def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: A
     findings = _Findings(watches[1:], fixed[1:])
     findings.add_hooks(own)
     findings.add_calls()
+    findings.add_replaced(replaced)
     findings.add_differences()
     return CaptureDiagnosis(findings.found, len(watches[-1].calls))
 
@@ -162,7 +167,10 @@ class _Findings:
 
     def add_hooks(self, state: State) -> None:
         for name, hook in hooks_of(state):
-            self._add(name, "python_hook", f"{name} has the hook {hook_name(hook)}, which a replay does not run", None)
+            if not is_of_monitor(hook):
+                self._add(
+                    name, "python_hook", f"{name} has the hook {hook_name(hook)}, which a replay does not run", None
+                )
 
     # ---- Calls that no graph can hold --------------------------------------------------------------------------------
 
@@ -177,7 +185,9 @@ class _Findings:
         elif call.read is not None:
             self._add_read(call)
         if call.made_on_host:
-            self._add("", "host_copy", f"torch.{call.name} makes a tensor on the host at each step", call.location)
+            is_named = not call.name.startswith("aten.")
+            maker = f"torch.{call.name} makes" if is_named else "an array or a list of numbers becomes"
+            self._add("", "host_copy", f"{maker} a tensor on the host at each step", call.location)
         if call.generator is not None:
             cause = f"{_shown(call)} draws from a generator of {call.generator.device} that a graph does not know"
             self._add("", "generator", cause, call.location)
@@ -195,6 +205,16 @@ class _Findings:
                 "the one of the step that was captured",
                 call.location,
                 "keep it in a tensor that exists before the step, write to it with copy_(), and name it in the state",
+            )
+
+    def add_replaced(self, replaced: list[tuple[str, Location | None]]) -> None:
+        for name, location in replaced:
+            self._add(
+                "replaced",
+                "unnamed_state",
+                f"the step replaces {name} by another tensor; a graph would read the one that was captured",
+                location,
+                "keep one tensor, and write to it with copy_()",
             )
 
     def _add_optimizer_read(self, call: Call, optimizer: torch.optim.Optimizer) -> None:

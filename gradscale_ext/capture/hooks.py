@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from ..monitor import _open
+from ..monitor._kept import Rehearsal
+from ..monitor.monitor import GradientMonitor
 from .state import State
 
 OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -44,21 +48,22 @@ def hook_name(hook: Any) -> str:
     return getattr(hook, "__qualname__", None) or type(hook).__qualname__
 
 
-def monitor_of(hook: Any) -> Any:
-    """The `GradientMonitor` that a hook belongs to, or None."""
-    owners = [getattr(part, "__self__", None) for part in (hook, getattr(hook, "_report", None))]
-    return next((owner for owner in owners if hasattr(owner, "count_replayed_step")), None)
+def is_of_monitor(hook: Any) -> bool:
+    """Return True for a hook of a `GradientMonitor`."""
+    methods = hook, getattr(hook, "__wrapped__", None), getattr(hook, "_report", None)
+    return any(isinstance(getattr(method, "__self__", None), GradientMonitor) for method in methods)
 
 
-def monitors_of(state: State) -> list[Any]:
-    """The open monitors of the optimizers."""
-    found: list[Any] = []
-    for optimizer in state.optimizers().values():
-        for hook in vars(optimizer).get(OF_OPTIMIZERS[1], {}).values():
-            monitor = monitor_of(hook)
-            if monitor is not None and not any(monitor is one for one in found):
-                found.append(monitor)
-    return found
+@contextlib.contextmanager
+def rehearsing(state: State) -> Iterator[list[tuple[GradientMonitor, Rehearsal]]]:
+    """In this context, the optimizers' monitors neither record nor count steps. Yields what they would have added."""
+    with contextlib.ExitStack() as work:
+        yield [
+            (monitor, work.enter_context(monitor._rehearsing()))
+            for optimizer in state.optimizers().values()
+            for monitor in _open.monitors_of(optimizer)
+            if isinstance(monitor, GradientMonitor)
+        ]
 
 
 def watching_mode() -> str:

@@ -20,6 +20,15 @@ _CONTAINERS = (*_DICTS, *_LISTS, set)
 _UNNAMED = ("_parameters", "_buffers", "_modules")
 
 
+#: Objects that are found in attributes of modules too, such as an agent's optimizers.
+_UPDATERS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+
+
+def _optimizers_in(root: Any) -> list[Any]:
+    modules = root.modules() if isinstance(root, torch.nn.Module) else ()
+    return [held for module in modules for held in vars(module).values() if isinstance(held, _UPDATERS)]
+
+
 def _is_stateful(value: object) -> bool:
     """True for modules, optimizers, schedulers, scalers and the like."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
@@ -44,6 +53,7 @@ class State:
             if isinstance(value, torch.Tensor | torch.Generator) or _is_stateful(value):
                 if not any(value is root for root in roots):
                     roots.append(value)
+                    left += [(place, held) for held in _optimizers_in(value)]
             elif isinstance(value, list | tuple):
                 left += [(f"{place}[{index}]", item) for index, item in reversed(list(enumerate(value)))]
             elif isinstance(value, Mapping):
@@ -66,11 +76,12 @@ class State:
         """Everything that the objects hold, each once."""
         seen: set[int] = set()
         names: dict[int, str] = {}
+        own_names = {id(root): name for name, root in self.roots.items() if isinstance(root, _UPDATERS)}
         left = [Item(name, root) for name, root in reversed(self.roots.items())]
         while left:
             item = left.pop()
-            if id(item.value) in seen:
-                continue
+            if id(item.value) in seen or item.name != own_names.get(id(item.value), item.name):
+                continue  # what is in another object, too, is named after itself
             seen.add(id(item.value))
             if isinstance(item.value, torch.Tensor):
                 names[id(item.value)] = item.name

@@ -12,13 +12,15 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from .. import _numbers
+from .. import _context, _numbers
+from ..monitor._kept import Rehearsal
+from ..monitor.monitor import GradientMonitor
 from . import graphs
 from .arguments import Arguments, argument, like, read, refuse_result, result_at, tensors, text_of, too_many
 from .checks import Before, Outcome, beyond_noise
 from .diagnosis import diagnose_capture
 from .guards import Change, Guards
-from .hooks import hook_name, hooks_of, monitor_of, monitors_of, watching_mode
+from .hooks import hook_name, hooks_of, is_of_monitor, rehearsing, watching_mode
 from .remedies import rate_remedy
 from .state import State
 from .structure import Form, Leaf, build, flatten
@@ -53,8 +55,8 @@ class _Captured:
     result: Any
     """What the step returned, with the memory that a replay writes to."""
     guards: Guards
-    reports: list[tuple[Any, Any]]
-    """Monitors, and what a replay reports to each."""
+    rehearsals: list[tuple[GradientMonitor, Rehearsal]]
+    """Monitors, and what a replay adds to each."""
     verified: int = 0
 
 
@@ -113,6 +115,7 @@ class CapturedStep:
     ['loss']
     """
 
+    @_context.in_eager_mode("CapturedStep: make it outside of a function with fullgraph=True")
     def __init__(
         self,
         step: Callable[..., Any],
@@ -193,8 +196,10 @@ class CapturedStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Make one learner step."""
-        if self._maker is None:
-            return self._step(*args, **kwargs)
+        return self._step(*args, **kwargs) if self._maker is None else self._by_graph(args, kwargs)
+
+    @_context.in_eager_mode("CapturedStep: call it outside of a function with fullgraph=True, and compile its modules")
+    def _by_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._locked():
             arguments = read(args, kwargs, self._device)
             try:
@@ -202,7 +207,7 @@ class CapturedStep:
             except _Refused as error:
                 if self._options["fallback"] is None:
                     raise
-                warnings.warn(f"{error}\nfallback='eager': from now on the step is called as it is.", stacklevel=3)
+                warnings.warn(f"{error}\nfallback='eager': from now on the step is called as it is.", stacklevel=5)
                 result = error.result or (self._plain(arguments),)
                 self.reset()
                 self._maker = None
@@ -227,9 +232,7 @@ class CapturedStep:
             self._lock.release()
 
     def _call(self, arguments: Arguments) -> Any:
-        monitors = self._monitors()
-        if any(monitor.records_next_step() for monitor in monitors):
-            return self._plain(arguments)
+        self._refuse_modes()
         captured, changed = self._matching(arguments.form)
         if captured is None and (
             self._num_plain < self._options["warmup"] or self._known.get(arguments.form) != changed
@@ -237,10 +240,15 @@ class CapturedStep:
             self._known[arguments.form] = changed
             return self._plain(arguments)
         if captured is None:
-            captured = self._capture(arguments, monitors)
+            captured = self._capture(arguments)
+        if any(monitor._records_one_of(rehearsal.steps) for monitor, rehearsal in captured.rehearsals):
+            return self._plain(arguments)
         if captured.verified < self._options["verify"]:
             return self._verify(captured, arguments)
-        return self._replay(captured, arguments)
+        result = self._replay(captured, arguments)
+        for monitor, rehearsal in captured.rehearsals:
+            monitor._count_replay(rehearsal)
+        return result
 
     def _plain(self, arguments: Arguments) -> Any:
         result = self._run(arguments)
@@ -261,8 +269,6 @@ class CapturedStep:
             torch._foreach_copy_(captured.inputs, given, non_blocking=True)
         captured.graph.replay()
         captured.guards.set_gradients()
-        for monitor, report in captured.reports:
-            monitor.count_replayed_step(report)
         return _each(_copied, captured.result) if self._options["copy_outputs"] else captured.result
 
     # ---- Guards ------------------------------------------------------------------------------------------------------
@@ -297,18 +303,17 @@ class CapturedStep:
 
     # ---- Hooks -------------------------------------------------------------------------------------------------------
 
-    def _monitors(self) -> list[Any]:
-        """Open monitors of the optimizers. Raises in a mode that would not see what a replay does."""
+    def _refuse_modes(self) -> None:
+        """Raise in a mode that would not see what a replay does."""
         if self._options["hooks"] == "raise" and (mode := watching_mode()):
             raise _Refused(
                 f"CapturedStep: {mode} is active, but a replay makes no calls that it could see; inside of it, write "
                 "update.plain(...)"
             )
-        return monitors_of(self._state)
 
     def _refuse_hooks(self) -> None:
         for name, hook in hooks_of(self._state):
-            if self._options["hooks"] == "raise" and monitor_of(hook) is None:
+            if self._options["hooks"] == "raise" and not is_of_monitor(hook):
                 raise _Refused(
                     f"CapturedStep: {name} has the hook {hook_name(hook)}, which a replay would not run; remove it, or "
                     "pass hooks='ignore' if it consists of calls of PyTorch, which the graph repeats"
@@ -316,7 +321,7 @@ class CapturedStep:
 
     # ---- Capturing ---------------------------------------------------------------------------------------------------
 
-    def _capture(self, arguments: Arguments, monitors: list[Any]) -> _Captured:
+    def _capture(self, arguments: Arguments) -> _Captured:
         assert self._maker is not None
         if len(self._captured) == self._options["max_graphs"]:
             raise _Refused(too_many([one.form for one in self._captured], arguments))
@@ -336,9 +341,7 @@ class CapturedStep:
         )
         before, around = Before(self._state), Surroundings(self._step, self._state)
         try:
-            with contextlib.ExitStack() as work:
-                work.enter_context(_without_autocast_cache())
-                reports = [(monitor, work.enter_context(monitor.reporting_to_replays())) for monitor in monitors]
+            with _without_autocast_cache(), rehearsing(self._state) as rehearsals:
                 graph, result = self._maker.capture(lambda: self._step(*args, **kwargs), self._state.generators())
             self._check_results(flatten(result, refuse_result)[1])
             for (place, _), tensor, version in zip(places, inputs, versions, strict=True):
@@ -358,7 +361,7 @@ class CapturedStep:
         before.restore()
         around.restore()
         guards = Guards(self._state, gradients, around.places if self._options["verify"] else [])
-        self._captured.append(_Captured(arguments.form, inputs, graph, _each(_detached, result), guards, reports))
+        self._captured.append(_Captured(arguments.form, inputs, graph, _each(_detached, result), guards, rehearsals))
         return self._captured[-1]
 
     def _warn_of_number(self, name: str, before: Any, now: Any) -> None:
@@ -368,7 +371,7 @@ class CapturedStep:
                 f"CapturedStep: the step changes {name} ({before!r}, then {now!r}), which a replay does not. If the "
                 "step computes or decides with it, keep it in a tensor of the device that is part of the state, or "
                 "change it outside of the step",
-                stacklevel=5,
+                stacklevel=7,
             )
 
     def _check_results(self, results: list[Leaf]) -> None:
@@ -412,7 +415,8 @@ class CapturedStep:
         if differences := replayed.differences(wanted):
             begin.restore()
             around.restore()
-            noise = outcome(self._run(arguments)).differences(wanted)
+            with rehearsing(self._state):
+                noise = outcome(self._run(arguments)).differences(wanted)
             wrong = beyond_noise(differences, noise)
             found = "" if wrong is None else self._diagnosed(arguments)
             wanted.state.restore()

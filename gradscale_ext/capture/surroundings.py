@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..monitor.monitor import GradientMonitor
 from .state import State, memory_of
 
 _DEPTH = 4
@@ -104,7 +105,7 @@ def _parts(name: str, value: Any) -> Iterator[Part]:
         yield from _items(value, {key: held for key, held in value.items() if isinstance(key, str)}, f"{name}['{{}}']")
     elif isinstance(value, list | tuple) and len(value) <= _MOST:
         yield from _items(value, dict(enumerate(value)), f"{name}[{{}}]")
-    elif not isinstance(value, type | types.ModuleType) and hasattr(value, "__dict__"):
+    elif not isinstance(value, type | types.ModuleType | GradientMonitor) and hasattr(value, "__dict__"):
         yield from _items(vars(value), vars(value), f"{name}.{{}}")
 
 

@@ -18,10 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _context
 from ..diagnosis.lines import NOT_THE_USERS, Location, users_frame
-from .state import host_generators, memory_of
+from .state import Item, host_generators, memory_of
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(_HERE)) + os.sep
 
 #: Functions of Python that read a tensor's values, by the name that a function mode sees; what users write for them.
 _READS = {
@@ -106,7 +107,7 @@ class Watch:
         self._known = {memory._cdata: memory for memory in filter(None, map(memory_of, known))}
         self._generators = generators
         self._survivors = {} if before is None else before._alive(except_for=self._known)
-        self._made: dict[int, StorageWeakRef] = {}
+        self._made: dict[int, tuple[StorageWeakRef, Location | None]] = {}
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._random = host_generators()
         self._function: tuple[str, tuple[Any, ...], dict[str, Any]] = ("", (), {})
@@ -116,7 +117,7 @@ class Watch:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Record the calls in this context."""
-        with _context.watched(), torch.compiler.set_stance("force_eager"), _Functions(self), _Operators(self):
+        with _context.showing_operators(), torch.compiler.set_stance("force_eager"), _Functions(self), _Operators(self):
             yield
 
     def restore_foreign(self) -> None:
@@ -128,7 +129,7 @@ class Watch:
     def _alive(self, except_for: Container[int]) -> dict[int, torch.UntypedStorage]:
         """Memory that the step made and that still exists."""
         found = {}
-        for key, reference in self._made.items():
+        for key, (reference, _) in self._made.items():
             if key not in except_for and not reference.expired():  # type: ignore[no-untyped-call]
                 storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
                 if storage is not None:
@@ -141,16 +142,19 @@ class Watch:
         """Make a call that a function mode saw, and note what no operator will show."""
         name = getattr(function, "__name__", "")
         outer, self._function = self._function, (name, args, kwargs)
+        is_made = name in _MADE_ON_HOST and not isinstance(_first(args, kwargs), torch.Tensor)
         try:
             is_ours = str(getattr(function, "_schema", "")).startswith("gradscale_ext::")
             if name in _READS or name in _WITH_NUMBERS or is_ours:
                 call = self._call(str(function) if is_ours else name, args, kwargs)
                 if call.owner is None:  # the operators show what PyTorch's optimizers do
                     call.read = Read(_READS[name], name) if name in _READS else None
-                    is_made = name in _MADE_ON_HOST and not isinstance(_first(args, kwargs), torch.Tensor)
                     call.made_on_host = is_made and not call.is_ours  # the kernels get numbers without such tensors
                     self.calls.append(call)
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            if is_made:  # reported already: what reads it is no finding of its own
+                self._note_made(result, [])
+            return result
         finally:
             self._function = outer
 
@@ -162,6 +166,10 @@ class Watch:
             return operator(*args, **kwargs)
         call = self._call(str(operator), args, kwargs)
         operands = list(_tensors((args, kwargs)))
+        if call.name == "aten.lift_fresh.default":  # what numbers of the host have become
+            self._note_made(operands, [])
+            is_known = self._function[0] in _WITH_NUMBERS
+            call.made_on_host = not (is_known or call.is_ours or call.owner is not None)
         written = _written(operator, args, kwargs)
         if not call.is_ours:
             writes_number = self._function[0] == "__setitem__"  # PyTorch makes a tensor of it
@@ -179,10 +187,7 @@ class Watch:
         result = operator(*args, **kwargs)
         if call.name == "aten._local_scalar_dense.default" and call.owner is not None:
             call.numbers = (result,)
-        for tensor in _tensors(result):
-            key = self._key(tensor)
-            if key and key not in self._known and key not in self._survivors and self._is_new(tensor, operands):
-                self._made[key] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._note_made(result, operands)
         self.calls.append(call)
         return result
 
@@ -244,8 +249,18 @@ class Watch:
         memory = memory_of(tensor)
         if memory is None or memory._cdata in self._known or memory._cdata in self._survivors:
             return None
-        made = self._made.get(memory._cdata)
-        return memory if made is None or made.expired() else None  # type: ignore[no-untyped-call]
+        return None if self._makes(memory) else memory
+
+    def _makes(self, memory: torch.UntypedStorage) -> bool:
+        reference, _ = self._made.get(memory._cdata, (None, None))
+        return reference is not None and not reference.expired()  # type: ignore[no-untyped-call]
+
+    def replaced(self, tensors: Iterable[Item]) -> list[tuple[str, Location | None]]:
+        """Names of the tensors whose memory the step has made, and the lines that made it."""
+        found = ((name, memory_of(tensor)) for name, tensor in tensors)
+        return [
+            (name, self._made[memory._cdata][1]) for name, memory in found if memory is not None and self._makes(memory)
+        ]
 
     def _save(self, tensor: torch.Tensor) -> None:
         memory = memory_of(tensor)
@@ -253,8 +268,13 @@ class Watch:
         if memory is not None and is_foreign and memory._cdata not in self._saved:
             self._saved[memory._cdata] = memory, memory.clone()  # type: ignore[no-untyped-call]
 
-    def _is_new(self, tensor: torch.Tensor, operands: list[torch.Tensor]) -> bool:
-        return all(self._key(tensor) != self._key(operand) for operand in operands)
+    def _note_made(self, result: Any, operands: list[torch.Tensor]) -> None:
+        """Note the memory that a call made, which its operands do not have."""
+        before = {*self._known, *self._survivors, *map(self._key, operands), 0}
+        for tensor in _tensors(result):
+            if (key := self._key(tensor)) not in before:
+                reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+                self._made[key] = reference, self._location
 
     def _is_registered(self, generator: torch.Generator) -> bool:
         defaults = [torch.default_generator]
@@ -338,7 +358,7 @@ def _caller(frame: FrameType | None) -> tuple[str, bool, Any]:
             library = file[len(_TORCH) :]
             if library.startswith("optim/") and isinstance(own := here.f_locals.get("self"), _OWNERS):
                 owner = own
-        is_ours = is_ours or not file.startswith((_TORCH, _HERE))
+        is_ours = is_ours or (file.startswith(_PACKAGE) and not file.startswith(_HERE))
         here = here.f_back
     return library, is_ours, owner
 

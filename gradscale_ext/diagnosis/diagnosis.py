@@ -91,11 +91,11 @@ def diagnose_gradients(
     non_leaf          a tensor that looks like a parameter, but is the result of an operation
     ================  ==================================================================================================
 
-    Notes are findings that may be intended; they leave `GradientDiagnosis.ok` True. A finding on a parameter of the model that the
-    optimizers do not hold is a note, because that may be a choice (a target network, the other network of a GAN),
-    except for NaN and inf. Other notes are cuts that a tracer saw enter the loss (`detached`, `no_grad`) although other
-    paths send gradients to the same parameters, one note named "loss" for each line; and layers with ReLUs or clamps
-    that block the gradients of most units (`all_zero`).
+    Notes are findings that may be intended; they leave `GradientDiagnosis.ok` True. A finding on a parameter of the
+    model that the optimizers do not hold is a note, because that may be a choice (a target network, the other network
+    of a GAN), except for NaN and inf. Other notes are cuts that a tracer saw enter the loss (`detached`, `no_grad`)
+    although other paths send gradients to the same parameters, one note named "loss" for each line; and layers with
+    ReLUs or clamps that block the gradients of most units (`all_zero`).
 
     The first four and `unused` are told apart only with a tracer. Without one, a parameter that the graph does not
     reach is `disconnected`, or `integer_dtype` if the loss itself is an integer. A zero gradient is not a finding if it

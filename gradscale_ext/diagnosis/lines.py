@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-_PACKAGES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_TORCH = os.path.dirname(torch.__file__)
+_TENSORDICT = os.path.join(os.path.dirname(_TORCH), "tensordict")
+_PACKAGES = (_TORCH, _TENSORDICT, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 #: Beginnings of the paths of files whose lines are never the user's.
 NOT_THE_USERS = (*(package + os.sep for package in _PACKAGES), copy.__file__, contextlib.__file__)
 

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     def _typed_as(function: Function) -> Callable[[Any], Function]: ...
 
 
+@_context.in_eager_mode("empty_cache: call it outside of a function with fullgraph=True")
 def empty_cache() -> int:
     """Free the CPU memory that is kept for later gradients, and return its number of bytes.
 
@@ -275,7 +276,7 @@ def _run(
             )
         return loss_by_compiler(call, predictions, targets)
     is_transformed = _context.is_transformed()
-    shows_operator = plan is None or _context.is_watched()
+    shows_operator = plan is None or _context.shows_operators()
     if shows_operator and not is_transformed and _all_plain(predictions) and _all_plain(targets):
         return call_operator(call, predictions, targets)
     if impl == "fused":

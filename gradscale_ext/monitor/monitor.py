@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import numbers
+import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from .. import _context
-from .._native import _C
 from ..statistics.gradients import GradientStatistics, gradient_statistics
-from ..statistics.shards import local_part
 from . import _open
 from ._activations import Calls
 from ._charts import Charts, Layout, Record, Selection, public_name
 from ._clippings import Clipping, statistics_before, still_valid
+from ._kept import Rehearsal, Sum, Weights
 from ._runs import adapted, can_write
 from ._tensorboard import write
 
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 HISTORY = 1000
 """Number of steps that a monitor remembers for `history` and `plot`."""
-
-FOLD = 256
-"""Number of steps whose values are kept before one launch adds them up."""
 
 
 class GradientMonitor:
@@ -138,7 +135,7 @@ class GradientMonitor:
                 f"GradientMonitor: optimizer must hold parameters of model, but none of its {len(self._held)} "
                 f"is among the {len(list(model.parameters()))} of the model"
             )
-        self._weights = _Weights(keeps_memory=every < 10) if updates else None
+        self._weights = Weights(keeps_memory=every < 10) if updates else None
         self._begin(watched)
         self._detach = _open.attach(self, inner, {name: known[name] for name in watched})
 
@@ -153,8 +150,8 @@ class GradientMonitor:
         self._gradients: GradientStatistics | None = None
         self._calls = Calls(watched)
         self._clippings: list[Clipping] = []  # since the last step
-        self._clip_results = _Sum()  # since the last record
-        self._skipped_steps = _Sum()
+        self._clip_results = Sum()  # since the last record
+        self._skipped_steps = Sum()
         self._unwritten: list[Record] = []
         self._written: Record | None = None
         self._history: list[tuple[int, tuple[str, ...], array[float]]] = []
@@ -302,7 +299,10 @@ class GradientMonitor:
     def _end_step(self) -> None:
         self._clippings = []
         self._calls.forget()
-        self._taken += 1
+        self._count(1)
+
+    def _count(self, steps: int) -> None:
+        self._taken += steps
         self._due = self._due or self._taken % self._every == 0
 
     def _before_clipping(self) -> None:
@@ -318,6 +318,37 @@ class GradientMonitor:
     def _after_call(self, name: str, output: Any) -> None:
         if self._due:
             self._calls.watch(name, output)
+
+    # ---- Captured steps ------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _rehearsing(self) -> Iterator[Rehearsal]:
+        """In this context, steps are neither recorded nor counted: a CUDA graph captures them, or they are undone.
+        Afterwards, what this yields has what they would have added."""
+        names = ("_taken", "_every", "_due", "_in_step", "_clippings", "_clip_results", "_skipped_steps")
+        before = {name: getattr(self, name) for name in names}
+        self._due, self._every = False, sys.maxsize
+        self._clip_results, self._skipped_steps = Sum(), Sum()
+        rehearsal = Rehearsal()
+        try:
+            yield rehearsal
+        finally:
+            rehearsal.steps = self._taken - before["_taken"]
+            rehearsal.clip_results, rehearsal.skipped_steps = self._clip_results.parts, self._skipped_steps.parts
+            self.__dict__.update(before)
+
+    def _records_one_of(self, steps: int) -> bool:
+        """Return True if one of the next steps is recorded."""
+        return self._due or -self._taken % self._every < steps
+
+    def _count_replay(self, rehearsal: Rehearsal) -> None:
+        """Count the steps of a graph that has been replayed; none of them is recorded."""
+        if self._detach.alive:
+            for part in rehearsal.clip_results:
+                self._clip_results.add(part.clone())
+            for part in rehearsal.skipped_steps:
+                self._skipped_steps.add(part.clone())
+            self._count(rehearsal.steps)
 
     # ---- Recording -----------------------------------------------------------------------------------------------
 
@@ -385,61 +416,6 @@ class GradientMonitor:
             self._history = self._history[::2]
         if self._writer is not None:
             write(self._writer, charts if self._tags == "all" else charts.few(), self._prefix)
-
-
-class _Sum:
-    """Sum of small tensors, which the device adds up now and then."""
-
-    def __init__(self) -> None:
-        self._parts: list[torch.Tensor] = []
-
-    def add(self, part: torch.Tensor) -> None:
-        self._parts.append(part)
-        if len(self._parts) == FOLD:
-            self._parts = [torch.stack(self._parts).sum(0)]
-
-    def take(self) -> torch.Tensor | None:
-        """Return the sum and start again; None where nothing was added."""
-        parts, self._parts = self._parts, []
-        return torch.stack(parts).sum(0) if parts else None
-
-
-class _Weights:
-    """Copies of parameters from before a step."""
-
-    def __init__(self, keeps_memory: bool) -> None:
-        """Choose whether to keep the copies' memory: new memory takes as long as copying."""
-        self._keeps_memory = keeps_memory
-        self._names: list[str] = []
-        self._parameters: list[torch.Tensor] = []
-        self._copies: list[torch.Tensor] = []
-
-    def keep(self, parameters: dict[str, torch.Tensor]) -> None:
-        """Copy the parameters."""
-        self._names = list(parameters)
-        self._parameters = list(parameters.values())  # not their memory, which an optimizer may replace
-        if list(map(_form, self._parameters)) != list(map(_form, self._copies)):
-            self._copies = [torch.empty_like(parameter) for parameter in self._parameters]
-        if self._copies:
-            torch._foreach_copy_(list(map(local_part, self._copies)), list(map(local_part, self._parameters)))
-
-    def compare(self) -> tuple[list[str], torch.Tensor] | None:
-        """Names `[N]`, and norms `[2, N]` of the copies and of the updates since."""
-        if not self._names:
-            return None
-        norms = _C.update_norms(self._copies, self._parameters)
-        if norms is None:
-            weights = gradient_statistics(self._copies).norm
-            torch._foreach_sub_(list(map(local_part, self._copies)), list(map(local_part, self._parameters)))
-            norms = torch.stack([weights, gradient_statistics(self._copies).norm])
-        self._parameters = []
-        if not self._keeps_memory:
-            self._copies = []
-        return self._names, norms
-
-
-def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device
 
 
 # ---- Checking --------------------------------------------------------------------------------------------------------

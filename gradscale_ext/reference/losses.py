@@ -354,7 +354,7 @@ def _log_mixture(logits: torch.Tensor, unimix: float) -> torch.Tensor:
     # Next to so small a share, a softmax that was rounded to 0 would be missed: add from logarithms; 1 - unimix is 1.
     share, count = (_context.as_tensor(number, logits.device) for number in (unimix, classes))
     uniform = (share.log() - count.log()).to(logits.dtype)
-    return torch.stack(torch.broadcast_tensors(log_softmax, uniform)).logsumexp(0)
+    return torch.stack(torch.broadcast_tensors(log_softmax, uniform)).logsumexp(0)  # type: ignore[no-untyped-call]
 
 
 def _per_step_loss(head: PerStepLoss, prediction: torch.Tensor, target: None) -> torch.Tensor:

@@ -45,10 +45,12 @@ def raw_centers(support: Bins, dtype: torch.dtype, device: torch.device | None =
 def two_hot(x: torch.Tensor, support: Bins) -> torch.Tensor:
     """`[..., S]` distributions with mass on the two bins next to the scalars `[...]`."""
     bin, upper_weight = (found.unsqueeze(-1) for found in _two_bins(_widest(x), support))
-    zeros = torch.zeros((*x.shape, support.num_bins), dtype=x.dtype, device=x.device)
-    encoded = zeros.scatter(-1, bin, (1 - upper_weight).to(x.dtype)).scatter(-1, bin + 1, upper_weight.to(x.dtype))
+    zeros = torch.zeros((*x.shape, support.num_bins), dtype=widened(x).dtype, device=x.device)
+    weights = 1 - upper_weight, upper_weight
+    lower, upper = (weight.to(zeros.dtype) for weight in weights)
+    encoded = zeros.scatter(-1, bin, lower).scatter(-1, bin + 1, upper)
     # A NaN scalar gives a row of NaN: its two weights are NaN already, the other bins are set here.
-    return torch.where(upper_weight.isnan(), float("nan"), encoded)
+    return torch.where(upper_weight.isnan(), float("nan"), encoded).to(x.dtype)
 
 
 def project(probabilities: torch.Tensor, rewards: torch.Tensor, discounts: torch.Tensor, support: Bins) -> torch.Tensor:

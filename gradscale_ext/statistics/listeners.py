@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from .. import _context
 
-if TYPE_CHECKING:
-    from .gradients import GradientStatistics
-
-Listener = Callable[[list[torch.Tensor]], Callable[["GradientStatistics"], None]]
-"""Callback that gets the parameters before clipping, and returns a callback for the statistics from before clipping."""
+Listener = Callable[[list[torch.Tensor]], Callable[[Any], None]]
+"""Callback that gets the parameters before clipping, and returns a callback for the `GradientStatistics` from before
+clipping."""
 
 callbacks: list[Listener] = []
 """`clip_gradients_` calls these before it clips watched parameters, and the callbacks that they return afterwards."""

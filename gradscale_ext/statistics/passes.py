@@ -21,7 +21,7 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 def by_kernels(gradients: Gradients, p: float, weights: Gradients | None = None, rows: bool = False) -> Any:
     """Statistics by the fused pass and, if there are weights, norms `[2, U]` of the units of gradients and weights.
     None if the pass does not accept these tensors."""
-    if _context.is_eager():
+    if not _context.shows_operators():
         try:
             return _C.tensor_statistics(gradients, p, weights, rows)
         except TypeError:  # an entry is not a tensor
@@ -36,14 +36,14 @@ def by_kernels(gradients: Gradients, p: float, weights: Gradients | None = None,
 
 
 def library_for(tensors: Sequence[torch.Tensor]) -> Any:
-    """The module whose passes accept these tensors: the extension, its operators while torch.compile traces, or the
-    reference."""
+    """The module whose passes accept these tensors: the extension, its operators while torch.compile traces or
+    where dispatch modes are to see them, or the reference."""
     is_accepted = _PLAIN.issuperset(map(type, tensors)) and all(
         device.type in DEVICE_TYPES for device in {tensor.device for tensor in tensors}
     )
     if not is_accepted:
         return reference
-    if _context.is_eager():
+    if not _context.shows_operators():
         return _C if is_ordinary() else reference
     return reference if _context.is_transformed() else operators
 
