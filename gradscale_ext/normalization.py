@@ -78,7 +78,9 @@ def _moments(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The unmasked entries less their mean, in the widest dtype, and the standard deviation.
 
-    An entry, which all ranks subtract from their own first, makes the differences small where all entries are large.
+    An entry, which all ranks subtract from their own first, makes the differences small where all entries are large. It
+    is not detached, and neither is the unit of `_root_mean_square`, although their gradients are 0 up to rounding: a
+    `GradientTracer` would report the cuts.
     """
     wide = _context.widest(x.device)
     if mask is None or x.numel() == 0:
@@ -87,7 +89,7 @@ def _moments(
         # An index with a dimension, because the host would read an index without one.
         found = mask.flatten().to(torch.uint8).argmax(0, keepdim=True)
         first, count = x.flatten().gather(0, found), mask.sum().to(wide)
-    first = first.detach().to(wide).sum()
+    first = first.to(wide).sum()
     entries = x.to(wide)
     deviations = (entries if mask is None else torch.where(mask, entries, first)) - first
     mean = deviations.sum() / count.clamp(min=1)
@@ -109,7 +111,7 @@ def _root_mean_square(x: torch.Tensor, times: torch.Tensor | None, count: torch.
     underflow, the numbers are divided by the largest first."""
     unit: torch.Tensor | float = 1.0
     if not is_safe and x.numel() > 0:
-        largest = x.detach().abs().amax()
+        largest = x.abs().amax()
         unit = torch.where(largest == 0, 1, largest)
         x = x / unit
     squares = x**2 if times is None else times * x**2

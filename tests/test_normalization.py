@@ -189,6 +189,16 @@ def test_gradients(masked):
     torch.testing.assert_close(by_func, wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_tracer_sees_no_cut(dtype):
+    model, x = torch.nn.Linear(3, 2, dtype=dtype), data((5, 3), dtype)[0]
+    return_scale = gs.ReturnScale()
+    with gs.GradientTracer() as tracer:
+        returns = model(x)
+        loss = (gs.standardize(returns, mask=returns > -9) + returns / return_scale(returns)).square().sum()
+    assert not gs.diagnose_gradients(loss, model, tracer=tracer).findings
+
+
 @pytest.mark.untraced
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("masked", [False, True])
