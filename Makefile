@@ -86,14 +86,14 @@ $(VENV)/nvdisasm: $(VENV)/torch
 	$(PIP) nvidia-cuda-nvdisasm
 	@touch $@
 
-SIMULATED := cuda extremes returns
+SIMULATED := cuda extremes n_step_transitions returns td_steps
 
 simulated: $(VENV)/pytest $(VENV)/nvrtc $(VENV)/driver.so
 	PTX_RACES=1 GRADSCALE_CACHE_DIR=$(VENV)/kernels $(PYTEST) --simulated-kernels=$(VENV)/driver.so $(SIMULATED:%=tests/test_%.py) tests/fuzz/test_returns.py
 
 # Tests of the kernels, and of the C++ code's use of tensors, lists of tensors and threads. Tests that run a compiler
 # have the marker "untraced", and are excluded, because the compiler would run under the sanitizers.
-SANITIZED := autograd flow flow_nonlinear loss returns statistics support tensors
+SANITIZED := autograd flow flow_nonlinear loss n_step_transitions returns td_steps statistics support tensors
 SANITIZERS := -fsanitize=address,undefined,float-cast-overflow -fno-sanitize=vptr -fno-sanitize-recover=all
 PRELOADED := libasan.so libubsan.so libstdc++.so.6
 
@@ -116,7 +116,7 @@ fuzz: $(VENV)/pytest
 versions: $(VERSIONS:%=version-%)
 
 # Tests that depend on PyTorch's version.
-VERSIONED := autograd compile context diagnosis diagnosis_outside diagnosis_ranks distributed dtensor flow loss_contexts matrix monitor returns
+VERSIONED := autograd compile context diagnosis diagnosis_outside diagnosis_ranks distributed dtensor flow loss_contexts matrix monitor n_step_transitions returns td_steps
 
 version-%: .versions/%/.venv/torch $(VENV)/driver.so
 	cp --recursive --preserve $(VENV)/ptx $(VENV)/driver.so .versions/$*/.venv/

@@ -121,6 +121,51 @@ def muzero(batch: int, unroll_steps: int, n: int, seconds: float) -> list[Any]:
     return harness.rows(row, {"ours": ours, "NumPy windows": windows}, seconds, 4 * batch * moves, "ours", turn=TURN)
 
 
+def transitions(batch: int, steps: int, n: int, seconds: float) -> list[Any]:
+    """The parts of n-step targets, and the same parts from n-step returns of zeros and ones."""
+    g = torch.Generator().manual_seed(0)
+    rewards = torch.randn(batch, steps, generator=g)
+    terminated, truncated = (torch.rand(batch, steps, generator=g) < 0.01 for _ in range(2))
+    zeros, ones = torch.zeros(batch, steps), torch.ones(batch, steps)
+    ends = {"terminated": terminated, "truncated": truncated}
+
+    def three_calls() -> tuple[Any, ...]:
+        options = {"n": n, **ends}
+        sums = gs.n_step_returns(rewards, None, zeros, discount=DISCOUNT, **options)
+        products = gs.n_step_returns(zeros, None, ones, discount=DISCOUNT, **options)
+        return sums, products, gs.n_step_returns(ones, None, zeros, discount=1.0, **options).long()
+
+    ours = functools.partial(gs.n_step_transitions, rewards, discount=DISCOUNT, n=n, **ends)
+    for result, expected in zip(ours(), three_calls(), strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+    row = {"size": f"n-step transitions {batch} x {steps}, n {n}", "ends": 0.01, "threads": torch.get_num_threads()}
+    contestants = {"ours": ours, "three calls of n_step_returns": three_calls}
+    return harness.rows(row, contestants, seconds, 22 * batch * steps, "ours", turn=TURN)
+
+
+def horizons(batch: int, unroll_steps: int, n: int, seconds: float) -> list[Any]:
+    """EfficientZero's shorter horizons of old games, one for each row, and a loop over rows."""
+    g = torch.Generator().manual_seed(0)
+    moves = unroll_steps + n
+    rewards, values = torch.randn(batch, moves, generator=g), torch.randn(batch, moves + 1, generator=g)
+    td_steps = torch.randint(1, n + 1, (batch,), generator=g)
+    numbers = {"num_unroll_steps": unroll_steps, "discount": 0.997}
+
+    def loop_over_rows() -> list[Any]:
+        rows = [
+            gs.muzero_targets(r[None], nu[None], td_steps=horizon, **numbers)
+            for r, nu, horizon in zip(rewards, values, td_steps.tolist(), strict=True)
+        ]
+        return [torch.cat(field) for field in zip(*rows, strict=True)]
+
+    ours = functools.partial(gs.muzero_targets, rewards, values, td_steps=td_steps, **numbers)
+    for result, expected in zip(ours(), loop_over_rows(), strict=True):
+        torch.testing.assert_close(result, expected)
+    row = {"size": f"MuZero {batch}, K {unroll_steps}, n by row", "ends": 0.0, "threads": torch.get_num_threads()}
+    contestants = {"ours": ours, "loop over rows": loop_over_rows}
+    return harness.rows(row, contestants, seconds, 4 * batch * moves, "ours", turn=TURN)
+
+
 def main() -> None:
     arguments = harness.arguments(__doc__)
     harness.show_machine()
@@ -131,6 +176,9 @@ def main() -> None:
             results += advantages(batch, steps, ends, arguments.seconds)
         results += dreamer(1024, 15, arguments.seconds)
         results += muzero(256, 5, 10, arguments.seconds)
+        results += horizons(256, 5, 10, arguments.seconds)
+        results += transitions(256, 64, 3, arguments.seconds)
+        results += transitions(256, 64, 10, arguments.seconds)
     for row in results:
         harness.show(row)
     harness.write(arguments.json, "returns", results)

@@ -3,7 +3,7 @@
 __version__ = "0.2.0"  # defined first: the report on an extension that cannot be loaded needs it
 
 from . import reference
-from ._trajectories import GeneralizedAdvantages, MuZeroTargets, VTrace
+from ._trajectories import GeneralizedAdvantages, MuZeroTargets, NStepTransitions, VTrace
 from .call.output import MultiStepLossOutput
 from .capture.diagnosis import diagnose_capture
 from .capture.report import CaptureDiagnosis, CaptureFinding
@@ -42,7 +42,15 @@ from .loss.priorities import priorities
 from .loss.reduce import reduce_multi_step
 from .monitor.monitor import GradientMonitor
 from .normalization import ReturnScale, standardize
-from .returns import generalized_advantages, lambda_returns, muzero_targets, n_step_returns, retrace, vtrace
+from .returns import (
+    generalized_advantages,
+    lambda_returns,
+    muzero_targets,
+    n_step_returns,
+    n_step_transitions,
+    retrace,
+    vtrace,
+)
 from .statistics.gradients import GradientStatistics, clip_gradients_, gradient_statistics
 from .statistics.l2 import l2_loss
 from .support import Support
@@ -70,6 +78,7 @@ __all__ = [
     "MuZeroTargets",
     "MultiStepLoss",
     "MultiStepLossOutput",
+    "NStepTransitions",
     "NegativeCosine",
     "NormalizeGradient",
     "PerStepLoss",
@@ -95,6 +104,7 @@ __all__ = [
     "multi_step_loss",
     "muzero_targets",
     "n_step_returns",
+    "n_step_transitions",
     "normalize_gradient",
     "priorities",
     "reduce_multi_step",

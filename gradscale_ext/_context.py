@@ -137,6 +137,11 @@ def as_tensor(number: float, device: torch.device, dtype: torch.dtype | None = N
     return torch.ones((), dtype=dtype or widest(device), device=device) * number
 
 
+def operand(number: float, x: torch.Tensor) -> Any:
+    """A number for an operation with `x` that makes a varying number a constant of the graph: then a tensor instead."""
+    return number if is_eager() or not varies(number) else as_tensor(number, x.device, x.dtype)
+
+
 @functools.cache
 def say_once(message: str) -> None:
     """Warn, once for each message."""

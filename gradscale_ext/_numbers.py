@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from . import _context
+
 
 def as_float(argument: str, value: Any) -> float:
     """A number as a float. Integers and fractions may be too large for a float: the error names the argument."""
@@ -33,6 +35,13 @@ def check_scalar(argument: str, value: torch.Tensor) -> None:
         raise ValueError(
             f"{argument} must be a real number or a tensor without dimensions, but it has shape {list(value.shape)}"
         )
+
+
+def written(value: Any) -> str:
+    """A value as error messages show it. torch.compile cannot write a number that varies."""
+    if not _context.is_eager() and isinstance(value, float) and _context.varies(value):
+        return "a number that varies under torch.compile and is not"
+    return repr(value)
 
 
 def real_field(owner: str, frozen: object, field: str) -> float:

@@ -9,13 +9,14 @@ import torch
 
 from . import _context, _distributed, reference
 from . import _native as _native  # registers the operators
-from ._trajectories import Discount, MuZeroTargets, Trajectories, Window, result_dtype
+from ._trajectories import Discount, MuZeroTargets, Trajectories, result_dtype
 from ._window_values import check_targets, check_values
+from ._windows import Window
 from .reference.returns import times
 
 #: The functions in the order of `Formula` in csrc/returns/call.h.
-FUNCTIONS = ("lambda_returns", "generalized_advantages", "vtrace", "retrace", "n_step_returns")
-_TWO_RESULTS = (1, 2)
+FUNCTIONS = ("lambda_returns", "generalized_advantages", "vtrace", "retrace", "n_step_returns", "n_step_transitions")
+_TWO_RESULTS = ("generalized_advantages", "vtrace")
 
 Dims = tuple[int | None, ...]
 
@@ -80,7 +81,7 @@ def _operator(
 ) -> tuple[torch.Tensor, ...]:
     inputs = (rewards, values, next_values, ratios, discounts, lambdas, terminated, truncated, mask)
     numbers = (discount, lambda_, *clips, n, batch_first)
-    is_adjoint, wants, observations = False, [False] * 3, next_values is None
+    is_adjoint, wants, observations = False, [False] * 3, next_values is None and function != "n_step_transitions"
     formula = FUNCTIONS.index(function)
     return tuple(torch.ops.gradscale_ext.returns(is_adjoint, formula, wants, observations, *inputs, *numbers))
 
@@ -142,9 +143,11 @@ def _vtrace_with_varying_clips(call: Trajectories) -> tuple[torch.Tensor, ...]:
 def _by_reference(function: str, call: Trajectories) -> tuple[torch.Tensor, ...]:
     arguments = call._asdict()
     clips, n, ratios = arguments.pop("clips"), arguments.pop("n"), arguments.pop("ratios")
-    if function == "n_step_returns":
+    if function in ("n_step_returns", "n_step_transitions"):
         arguments["n"] = n
         del arguments["lambda_"]
+    if function == "n_step_transitions":
+        del arguments["values"], arguments["next_values"]
     if function in ("vtrace", "retrace"):
         arguments["ratios"] = ratios
         names = ("clip_rho", "clip_c", "clip_pg_rho") if function == "vtrace" else ("clip_c",)
@@ -168,6 +171,7 @@ def run_muzero(window: Window) -> MuZeroTargets:
         return reference.muzero_targets(**arguments, **prefix)
     check_values(window)
     discounts, discount = _split(window.discount, result_dtype(*window), device)
+    horizons, td_steps = (window.td_steps, 1) if isinstance(window.td_steps, torch.Tensor) else (None, window.td_steps)
     results = MuZeroTargets(
         *torch.ops.gradscale_ext.muzero_targets(
             window.rewards,
@@ -177,9 +181,10 @@ def run_muzero(window: Window) -> MuZeroTargets:
             window.to_play,
             window.root_reward,
             discounts,
+            horizons,
             discount,
             window.num_unroll_steps,
-            window.td_steps,
+            td_steps,
             window.prefix_horizon,
             window.batch_first,
         )
@@ -200,7 +205,9 @@ def _shapes(
     if not is_adjoint:
         if observations and others[0] is None:
             shape = (shape[0], shape[1] - 1) if batch_first else (shape[0] - 1, shape[1])
-        return [given.new_empty(shape, dtype=dtype) for _ in range(2 if formula in _TWO_RESULTS else 1)]
+        if FUNCTIONS[formula] == "n_step_transitions":
+            return [given.new_empty(shape, dtype=kind) for kind in (dtype, dtype, torch.int64)]
+        return [given.new_empty(shape, dtype=dtype) for _ in range(2 if FUNCTIONS[formula] in _TWO_RESULTS else 1)]
     longer = (shape[0], shape[1] + 1) if batch_first else (shape[0] + 1, shape[1])
     sizes = (shape, longer if observations else shape, shape)
     return [given.new_empty(size, dtype=dtype) for size, wanted in zip(sizes, wants, strict=True) if wanted]
@@ -215,6 +222,7 @@ def _window_shapes(
     to_play: torch.Tensor | None,
     root_reward: torch.Tensor | None,
     discounts: torch.Tensor | None,
+    horizons: torch.Tensor | None,
     discount: float,
     num_unroll_steps: int,
     td_steps: int,

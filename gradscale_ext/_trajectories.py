@@ -1,4 +1,4 @@
-"""Checks of the arguments of the return functions, and their results: plain data for the kernels and the reference."""
+"""Checks of the arguments of the functions over transitions, and the results of all return functions: plain data."""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ class GeneralizedAdvantages(NamedTuple):
     returns: torch.Tensor
 
 
+class NStepTransitions(NamedTuple):
+    """Results of `n_step_transitions`, `[B, T]` each; `steps` is int64."""
+
+    rewards: torch.Tensor
+    discounts: torch.Tensor
+    steps: torch.Tensor
+
+
 class VTrace(NamedTuple):
     """Results of `vtrace`, `[B, T]` each."""
 
@@ -47,6 +55,7 @@ class Trajectories(NamedTuple):
     """A checked call of a function over transitions, in the caller's order of dimensions.
 
     `values` is None where the function does not read it. It has one step more than `rewards` if `next_values` is None.
+    `n_step_transitions` has neither.
     """
 
     rewards: torch.Tensor
@@ -63,34 +72,17 @@ class Trajectories(NamedTuple):
     n: int = 0
 
 
-class Window(NamedTuple):
-    """A checked call of `muzero_targets`. `prefix_horizon` is 0 for rewards that are not summed."""
-
-    rewards: torch.Tensor
-    root_values: torch.Tensor
-    lengths: torch.Tensor | None
-    terminated: torch.Tensor | None
-    to_play: torch.Tensor | None
-    root_reward: torch.Tensor | None
-    discount: Discount
-    num_unroll_steps: int
-    td_steps: int
-    prefix_horizon: int
-    batch_first: bool
-    check: bool
-
-
 def result_dtype(*values: object) -> torch.dtype:
     """float64 if an argument is a float64 tensor, else float32."""
     is_double = any(isinstance(value, torch.Tensor) and value.dtype == torch.float64 for value in values)
     return torch.float64 if is_double else torch.float32
 
 
-def _written(shape: Any) -> str:
+def written(shape: Any) -> str:
     return "[" + ", ".join([f"{size}" for size in shape]) + "]"
 
 
-class _Checker:
+class Checker:
     """Checks the arguments of one call of `function`; `rewards` gives the device and the sizes."""
 
     def __init__(self, function: str, rewards: Any, batch_first: Any, steps: str = "T") -> None:
@@ -108,7 +100,7 @@ class _Checker:
         if more is None:
             return "[B]"
         steps = f"{self.step_letter} + {more}" if more else self.step_letter
-        return _written(("B", steps) if self.batch_first else (steps, "B"))
+        return written(("B", steps) if self.batch_first else (steps, "B"))
 
     def tensor(self, name: str, value: Any, more: int | None = 0, wanted: str = "a tensor") -> None:
         if not isinstance(value, torch.Tensor):
@@ -139,7 +131,7 @@ class _Checker:
         if value.dim() != 2:
             raise ValueError(
                 f"{self.function}: {name} must have shape {self._letters(more)}, "
-                f"but its shape is {_written(value.shape)}{self._remedy_for_dims(name, value, more)}"
+                f"but its shape is {written(value.shape)}{self._remedy_for_dims(name, value, more)}"
             )
 
     def _remedy_for_dims(self, name: str, value: torch.Tensor, more: int) -> str:
@@ -174,7 +166,7 @@ class _Checker:
 
     def shape(self, more: int = 0) -> str:
         """The shape of rewards, plus `more` steps."""
-        return _written(self._sizes(more))
+        return written(self._sizes(more))
 
     def _sizes(self, more: int) -> tuple[int, int]:
         return (self.batch, self.steps + more) if self.batch_first else (self.steps + more, self.batch)
@@ -190,13 +182,13 @@ class _Checker:
             remedy = ""
             swapped = (self.batch + more, self.steps) if self.batch_first else (self.steps, self.batch + more)
             if more and tuple(value.shape) == swapped:
-                order = _written((self.step_letter, "B") if self.batch_first else ("B", self.step_letter))
+                order = written((self.step_letter, "B") if self.batch_first else ("B", self.step_letter))
                 remedy = f"; if rewards are {order}, pass batch_first={not self.batch_first}"
             else:
                 remedy = self._remedy_for_last_values(name, value)
             raise ValueError(
                 f"{self.function}: {name} must have shape {self.shape(more)}"
-                f"{reason or ', the shape of rewards'}, but its shape is {_written(value.shape)}{remedy}"
+                f"{reason or ', the shape of rewards'}, but its shape is {written(value.shape)}{remedy}"
             )
 
     def flags(self, name: str, value: Any, shape: tuple[int, ...] | None = None) -> None:
@@ -218,7 +210,7 @@ class _Checker:
             remedy = f"; write {name}.squeeze(-1)" if tuple(value.shape) == (self.batch, 1) else ""
             raise ValueError(
                 f"{self.function}: {name} must have shape [{self.batch}], "
-                f"but its shape is {_written(value.shape)}{remedy}"
+                f"but its shape is {written(value.shape)}{remedy}"
             )
 
     def constant(self, name: str, value: Any) -> None:
@@ -249,8 +241,8 @@ class _Checker:
             elif value.dim() == 3 and value.shape[-1] == 1:
                 remedy = f"; write {name}.squeeze(-1)"
             raise ValueError(
-                f"{self.function}: {name} must be a number, have no dimensions, or broadcast to {_written(sizes)}, "
-                f"but its shape is {_written(value.shape)}{remedy}"
+                f"{self.function}: {name} must be a number, have no dimensions, or broadcast to {written(sizes)}, "
+                f"but its shape is {written(value.shape)}{remedy}"
             )
         return value
 
@@ -263,7 +255,7 @@ class _Checker:
             remedy = "" if isinstance(value, numbers.Number) else _remedies.remedy_for_type(value, name)
             raise TypeError(
                 f"{self.function}: {name} must be a number, a 0-dim tensor, or a tensor that broadcasts to "
-                f"{_written(self._coefficient_sizes(per_step))}, but it is of type {type(value).__name__}{remedy}"
+                f"{written(self._coefficient_sizes(per_step))}, but it is of type {type(value).__name__}{remedy}"
             )
         number = self._float(name, value, f"from {low:g} to 1")
         if not low <= number <= 1:
@@ -323,9 +315,10 @@ def check_trajectories(
         TypeError: a type or dtype is wrong.
         ValueError: a shape, device or number is wrong, or a constant requires grad.
     """
-    check = _Checker(function, rewards, batch_first)
+    check = Checker(function, rewards, batch_first)
     is_retrace = function == "retrace"
-    reads_values = function not in ("lambda_returns", "n_step_returns")
+    has_values = function != "n_step_transitions"
+    reads_values = function not in ("lambda_returns", "n_step_returns", "n_step_transitions")
     name = "q_values" if is_retrace else "values"
     if next_values is not None:
         check.floats("next_values", next_values)
@@ -335,7 +328,7 @@ def check_trajectories(
     if values is None:
         if reads_values:
             raise TypeError(f"{function}: {name} must be a tensor, but it is of type NoneType")
-        if next_values is None:
+        if next_values is None and has_values:
             raise ValueError(
                 f"{function}: next_values {check.shape()} or values {check.shape(1)} must be given, but both are None"
             )
@@ -364,7 +357,8 @@ def check_trajectories(
         check.constant("ratios", ratios)
         check.shaped("ratios", ratios)
     discount = check.coefficient("discount", discount, -1)
-    lambda_ = 1.0 if function == "n_step_returns" else check.coefficient("lambda_", lambda_, 0)
+    has_n = function in ("n_step_returns", "n_step_transitions")
+    lambda_ = 1.0 if has_n else check.coefficient("lambda_", lambda_, 0)
     for flag, value in (("terminated", terminated), ("truncated", truncated), ("mask", mask)):
         check.flags(flag, value)
     clip_numbers = [check.clip(clip, value) for clip, value in (clips or {}).items()]
@@ -381,85 +375,5 @@ def check_trajectories(
         mask=mask,
         batch_first=batch_first,
         clips=(clip_numbers[0], clip_numbers[1], clip_numbers[2]),
-        n=check.integer("n", n, 1) if function == "n_step_returns" else 0,
-    )
-
-
-def check_window(
-    rewards: Any,
-    root_values: Any,
-    num_unroll_steps: Any,
-    td_steps: Any,
-    discount: Any,
-    lengths: Any,
-    terminated: Any,
-    to_play: Any,
-    reward: Any,
-    prefix_horizon: Any,
-    root_reward: Any,
-    batch_first: Any,
-    check_values: Any,
-) -> Window:
-    """Check the arguments of `muzero_targets`, without looking at values.
-
-    Raises:
-        TypeError: a type or dtype is wrong.
-        ValueError: a shape, device or number is wrong, or an argument requires grad.
-    """
-    function = "muzero_targets"
-    check = _Checker(function, rewards, batch_first, "L")
-    _numbers.check_flag(f"{function}: check", check_values)
-    check.floats("root_values", root_values, 1)
-    check.shaped("root_values", root_values, 1, ", one step more than rewards")
-    num_unroll_steps = check.integer("num_unroll_steps", num_unroll_steps, 0, "2**31 - 1")
-    td_steps = check.integer("td_steps", td_steps, 1)
-    discount = check.coefficient("discount", discount, -1, per_step=False)
-    if lengths is not None:
-        check.tensor("lengths", lengths, None, "an int64 tensor")
-        if lengths.dtype != torch.int64:
-            raise TypeError(
-                f"{function}: lengths must be an int64 tensor, but its dtype is {lengths.dtype}; write lengths.long()"
-            )
-        check.per_row("lengths", lengths)
-        if terminated is None:
-            raise ValueError(
-                f"{function}: terminated must be given with lengths: a bool tensor of shape [{check.batch}], True "
-                "if the game ended, by its rules, after the recorded moves"
-            )
-    check.flags("terminated", terminated, (check.batch,))
-    if to_play is not None:
-        check.tensor("to_play", to_play, 1, "a tensor of integers or bool")
-        if to_play.dtype.is_floating_point or to_play.dtype.is_complex:
-            raise TypeError(
-                f"{function}: to_play must be a tensor of integers or bool, but its dtype is {to_play.dtype}; "
-                "write to_play.long()"
-            )
-        check.shaped("to_play", to_play, 1, ", one step more than rewards")
-    if root_reward is not None:
-        check.floats("root_reward", root_reward, None)
-        check.per_row("root_reward", root_reward)
-    if reward not in ("reward", "value_prefix"):
-        raise ValueError(f"{function}: reward must be 'reward' or 'value_prefix', but it is {reward!r}")
-    horizon = num_unroll_steps if prefix_horizon is None else check.integer("prefix_horizon", prefix_horizon, 1)
-    is_prefix = reward == "value_prefix"
-    if is_prefix and to_play is not None:
-        raise ValueError(
-            f"{function}: reward='value_prefix' cannot be given with to_play: rewards of different players cannot "
-            "be summed"
-        )
-    for name, value in (("rewards", rewards), ("root_values", root_values), ("root_reward", root_reward)):
-        check.constant(name, value)
-    return Window(
-        rewards=rewards,
-        root_values=root_values,
-        lengths=lengths,
-        terminated=terminated,
-        to_play=to_play,
-        root_reward=root_reward,
-        discount=discount,
-        num_unroll_steps=num_unroll_steps,
-        td_steps=td_steps,
-        prefix_horizon=max(horizon, 1) if is_prefix else 0,
-        batch_first=batch_first,
-        check=check_values,
+        n=check.integer("n", n, 1) if has_n else 0,
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from . import _context
-from ._trajectories import MuZeroTargets, Window
+from ._trajectories import MuZeroTargets
+from ._windows import Window
 
 Tensor = torch.Tensor
 
@@ -50,13 +51,29 @@ def _check_lengths(lengths: Tensor, moves: int) -> None:
         )
 
 
+def _ends(window: Window) -> Tensor:
+    """The state from which the value target of each unroll step bootstraps, in a row that is long enough: `[B, K + 1]`,
+    or `[1, K + 1]` if rows are alike."""
+    moves = window.rewards.shape[1 if window.batch_first else 0]
+    steps = torch.arange(window.num_unroll_steps + 1, device=window.rewards.device)
+    if not isinstance(window.td_steps, Tensor):
+        return (steps + min(window.td_steps, moves))[None]
+    return steps + horizons(window.td_steps, window.batch_first).clamp(max=moves)
+
+
+def horizons(td_steps: Tensor, batch_first: bool) -> Tensor:
+    """td_steps of at least 1: `[B, K + 1]`, or `[B, 1]` for a tensor `[B]`."""
+    rows = td_steps[:, None] if td_steps.dim() == 1 else td_steps if batch_first else td_steps.T
+    return rows.clamp(min=1)
+
+
 def _check_players(window: Window, to_play: Tensor, moves: int) -> None:
     """Refuse a third player among the entries of a row that its targets read."""
     players = (to_play if window.batch_first else to_play.T).long()
     last = torch.full_like(players[:, 0], moves) if window.lengths is None else window.lengths
     if window.terminated is not None:
         last = last - window.terminated.long()  # nobody moves where the game has ended
-    last = last.clamp(max=window.num_unroll_steps + min(window.td_steps, moves))
+    last = torch.minimum(last, _ends(window).amax(1))
     is_read = torch.arange(moves + 1, device=players.device) <= last[:, None]
     is_other = is_read & (players != players[:, :1])
     second = players.gather(1, is_other.long().argmax(1, keepdim=True))
@@ -103,15 +120,14 @@ def _cause(window: Window, row: int) -> str:
     """Why a target of the row is NaN, from the entries that the row's targets read."""
     moves = window.rewards.shape[1 if window.batch_first else 0]
     length = moves if window.lengths is None else int(window.lengths[row])
-    end = min(length, window.num_unroll_steps + window.td_steps)
-    read = {
-        "rewards": (window.rewards, 0, end),
-        "root_values": (window.root_values, min(length, window.td_steps), end + 1),
-    }
-    for name, (given, first, stop) in read.items():
-        place = _first((given if window.batch_first else given.T)[row, first:stop].isnan())
+    ends = _ends(window)
+    ends = ends[row if len(ends) > 1 else 0].clamp(max=length)
+    read = {"rewards": (window.rewards, torch.arange(int(ends.max()))), "root_values": (window.root_values, ends)}
+    for name, (given, places) in read.items():
+        places = places.to(given.device)
+        place = _first((given if window.batch_first else given.T)[row, places].isnan())
         if place is not None:
-            return f"{name} has NaN at index {first + place} of the row"
+            return f"{name} has NaN at index {int(places[place])} of the row"
     if window.root_reward is not None and bool(window.root_reward[row].isnan()):
         return "root_reward has NaN there"
     return "infinite rewards and root_values of opposite signs are added"

@@ -6,7 +6,7 @@ is given per step. `B` is the batch, `S` the bins of a support, `A` the actions,
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .support import Support
 
 
+#: A comparison with infinity would hold for every number that varies under torch.compile.
+_LARGEST = sys.float_info.max
 #: Details of heads in the order of `Detail` in csrc/loss/segment.h.
 DETAILS = (None, "expected", "entropy")
 
@@ -81,13 +83,14 @@ class Head:
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        self._check("weight", 0 <= self._number("weight") < math.inf, "finite and at least 0")
+        self._check("weight", 0 <= self._number("weight") <= _LARGEST, "finite and at least 0")
         _numbers.integer_field(type(self).__name__, self, "first_step", 0)
 
     def _check(self, argument: str, valid: bool, wanted: str) -> None:
         if not valid:
             raise ValueError(
-                f"{type(self).__name__}: {argument} must be {wanted}, but it is {getattr(self, argument)!r}"
+                f"{type(self).__name__}: {argument} must be {wanted}, but it is "
+                f"{_numbers.written(getattr(self, argument))}"
             )
 
     def _number(self, argument: str) -> float:
@@ -182,7 +185,7 @@ class HLGauss(Head):
         """Check the numbers."""
         super().__post_init__()
         self._check_support(self.support)
-        self._check("sigma_ratio", 0 < self._number("sigma_ratio") < math.inf, "finite and above 0")
+        self._check("sigma_ratio", 0 < self._number("sigma_ratio") <= _LARGEST, "finite and above 0")
 
     def numbers(self) -> dict[str, float]:
         """The head's numbers by name."""
@@ -227,7 +230,7 @@ class SoftCrossEntropy(Head):
         """Check the numbers."""
         super().__post_init__()
         self._check("label_smoothing", 0 <= self._number("label_smoothing") <= 1, "between 0 and 1")
-        self._check("entropy_weight", math.isfinite(self._number("entropy_weight")), "finite")
+        self._check("entropy_weight", abs(self._number("entropy_weight")) <= _LARGEST, "finite")
         self._check("subtract_target_entropy", isinstance(self.subtract_target_entropy, bool), "True or False")
 
     def numbers(self) -> dict[str, float]:
@@ -300,7 +303,7 @@ class Huber(Head):
     def __post_init__(self) -> None:
         """Check the number and the transform."""
         super().__post_init__()
-        self._check("delta", 0 < self._number("delta") < math.inf, "finite and above 0")
+        self._check("delta", 0 < self._number("delta") <= _LARGEST, "finite and above 0")
         self._check("transform", self.transform in TRANSFORMS, "'identity', 'signed_hyperbolic' or 'symlog'")
 
     def numbers(self) -> dict[str, float]:
@@ -352,7 +355,7 @@ class NegativeCosine(Head):
     def __post_init__(self) -> None:
         """Check the number."""
         super().__post_init__()
-        self._check("eps", 0 < self._number("eps") < math.inf, "finite and above 0")
+        self._check("eps", 0 < self._number("eps") <= _LARGEST, "finite and above 0")
 
     def numbers(self) -> dict[str, float]:
         """The head's numbers by name."""
@@ -389,7 +392,7 @@ class QuantileHuber(Head):
     def __post_init__(self) -> None:
         """Check the numbers."""
         super().__post_init__()
-        self._check("kappa", 0 <= self._number("kappa") < math.inf, "finite and at least 0")
+        self._check("kappa", 0 <= self._number("kappa") <= _LARGEST, "finite and at least 0")
         self._check("sum_over_quantiles", isinstance(self.sum_over_quantiles, bool), "True or False")
 
     def numbers(self) -> dict[str, float]:
@@ -431,7 +434,7 @@ class CategoricalKL(Head):
         """Check the numbers."""
         super().__post_init__()
         self._check("unimix", 0 <= self._number("unimix") <= 1, "between 0 and 1")
-        self._check("free_nats", 0 <= self._number("free_nats") < math.inf, "finite and at least 0")
+        self._check("free_nats", 0 <= self._number("free_nats") <= _LARGEST, "finite and at least 0")
         self._check("prediction", self.prediction in ("q", "p"), "'q' or 'p'")
 
     def numbers(self) -> dict[str, float]:

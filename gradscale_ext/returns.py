@@ -1,8 +1,8 @@
 """Targets from trajectories: the step before the loss.
 
 Transition t is (s_t, a_t, r_t, s'_t), all at index t: ``rewards[b, t]`` was received on leaving s_t, and ``terminated``
-and ``truncated`` were returned by the same step of the environment. `n_step_returns` and `muzero_targets` are sums over
-windows; the other functions are linear recurrences, ``y_t = a_t + b_t y_{t+1}``, computed in one pass.
+and ``truncated`` were returned by the same step of the environment. `n_step_returns`, `n_step_transitions` and
+`muzero_targets` are sums over windows; the other functions are linear recurrences, ``y_t = a_t + b_t y_{t+1}``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ import torch
 from . import _context
 from ._native import _C
 from ._returns_operator import FUNCTIONS, run, run_muzero
-from ._trajectories import Discount, GeneralizedAdvantages, MuZeroTargets, VTrace, check_trajectories, check_window
+from ._trajectories import (
+    Discount,
+    GeneralizedAdvantages,
+    MuZeroTargets,
+    NStepTransitions,
+    VTrace,
+    check_trajectories,
+)
+from ._windows import check_window
 
 Tensor = torch.Tensor
 
@@ -51,17 +59,7 @@ def _results(
         if results is not None:
             return results
     call = check_trajectories(
-        function,
-        rewards,
-        values,
-        next_values,
-        discount,
-        lambda_,
-        *flags,
-        batch_first,
-        ratios=ratios,
-        clips=clips,
-        n=n,
+        function, rewards, values, next_values, discount, lambda_, *flags, batch_first, ratios=ratios, clips=clips, n=n
     )
     return run(function, call)
 
@@ -124,16 +122,7 @@ def lambda_returns(
     tensor([[1.5000, 1.0000, 5.0000]])
     """
     results = _results(
-        "lambda_returns",
-        rewards,
-        values,
-        next_values,
-        discount,
-        lambda_,
-        terminated,
-        truncated,
-        mask,
-        batch_first,
+        "lambda_returns", rewards, values, next_values, discount, lambda_, terminated, truncated, mask, batch_first
     )
     return results[0]
 
@@ -169,19 +158,56 @@ def n_step_returns(
     tensor([[2.5000, 3.5000, 5.0000]])
     """
     results = _results(
-        "n_step_returns",
-        rewards,
-        values,
-        next_values,
-        discount,
-        1.0,
-        terminated,
-        truncated,
-        mask,
-        batch_first,
-        n=n,
+        "n_step_returns", rewards, values, next_values, discount, 1.0, terminated, truncated, mask, batch_first, n=n
     )
     return results[0]
+
+
+def n_step_transitions(
+    rewards: Tensor,
+    *,
+    discount: Discount,
+    n: int,
+    terminated: Tensor | None = None,
+    truncated: Tensor | None = None,
+    mask: Tensor | None = None,
+    batch_first: bool = True,
+) -> NStepTransitions:
+    """n-step transitions: the parts of an n-step target for critics that are not scalar (C51, QR-DQN, SAC).
+
+    With m the smaller of n and the number of transitions from t up to and including the first cut::
+
+        rewards_t = sum_{i<m} (Π_{j<i} γ_{t+j}) r_{t+i}
+        discounts_t = Π_{j<m} γ_{t+j};    exactly 0 if transition t + m - 1 terminated
+        steps_t = m
+
+    The state to bootstrap from is s' of transition t + m - 1. So, where unmasked, `n_step_returns` is
+    ``rewards + discounts * next_values.gather(1, t + steps - 1)``, except for rounding. For distributions, see
+    `Support.project`.
+
+    Args:
+        rewards, discount, n, terminated, truncated, mask, batch_first: as in `n_step_returns`.
+
+    Returns:
+        `rewards` and `discounts`, float32, or float64 if a tensor is float64, and `steps`, int64; `[B, T]` each, and 0
+        where masked. `rewards` is differentiable with respect to rewards, to any order and in forward mode;
+        `discounts` and `steps` are constants. Behind a discount of 0, rewards are not read, and `discounts` is 0, but
+        `steps` counts on up to a cut.
+
+    Raises:
+        TypeError, ValueError: as `lambda_returns`.
+
+    The time does not depend on n. N-step replay buffers, as of Rainbow (Hessel et al. 2018), store these parts of each
+    window when it is complete. Here they are computed from stored trajectories, with a discount for each step.
+
+    >>> parts = n_step_transitions(torch.tensor([[1.0, 1.0, 1.0]]), discount=0.5, n=2)
+    >>> parts.rewards, parts.discounts, parts.steps
+    (tensor([[1.5000, 1.5000, 1.0000]]), tensor([[0.2500, 0.2500, 0.5000]]), tensor([[2, 2, 1]]))
+    """
+    results = _results(
+        "n_step_transitions", rewards, None, None, discount, 1.0, terminated, truncated, mask, batch_first, n=n
+    )
+    return NStepTransitions(*results)
 
 
 def generalized_advantages(
@@ -359,7 +385,7 @@ def muzero_targets(
     root_values: Tensor,
     *,
     num_unroll_steps: int,
-    td_steps: int,
+    td_steps: int | Tensor,
     discount: Discount,
     lengths: Tensor | None = None,
     terminated: Tensor | None = None,
@@ -373,7 +399,7 @@ def muzero_targets(
     """MuZero's targets for value and reward (`make_target` of the pseudocode, version 2), and their masks.
 
     A row is a window of one game that begins at the sampled position. With ℓ its length, ν the root values,
-    n = td_steps, m = min(n, ℓ - j), and j from 0 to K = num_unroll_steps::
+    n_j = td_steps, m = min(n_j, ℓ - j), and j from 0 to K = num_unroll_steps::
 
         z_j = sum_{i<m} γ^i s_{j,j+i} r_{j+i} + γ^m s_{j,j+m} ν_{j+m}
 
@@ -384,7 +410,9 @@ def muzero_targets(
         rewards: r, `[B, L]`, of the window's moves, from the perspective of the player to move.
         root_values: ν, `[B, L + 1]`, of its states, searched or reanalysed, from the perspective of the player to move.
         num_unroll_steps: K, at least 0.
-        td_steps: n, at least 1. A window shorter than K + n bootstraps from its last state.
+        td_steps: n, an integer of at least 1; or an int64 tensor, `[B]` or `[B, K + 1]`, in which numbers below 1 are
+            read as 1 (EfficientZero's shorter horizons for old games). A window shorter than j + n_j bootstraps from
+            its last state.
         discount: γ, a number from -1 to 1, a 0-dim tensor, or `[B, 1]`.
         lengths: ℓ, `[B]` int64 from 0 to L: the number of recorded moves; later entries are not read. None: L. Other
             lengths are errors on a CPU, and with `check`; elsewhere, they are clamped.
@@ -412,7 +440,8 @@ def muzero_targets(
         ValueError: a shape, device or number is wrong, or an argument requires grad.
         NotImplementedError: ``check=True`` where there are no values.
 
-    The time grows with `num_unroll_steps` times `td_steps`.
+    The time grows with `num_unroll_steps` times `td_steps`. Under torch.compile, an integer `td_steps` that changes may
+    recompile; a tensor does not.
 
     Version 1 of the pseudocode pairs step k with r_k; version 2 pairs it with r_{k-1}, as this function does.
     EfficientZero and LightZero store r_{k-1} at index k - 1. At a time limit, this function bootstraps; other

@@ -5,11 +5,13 @@ The checks of the real projects run with `make recipes`; docs/coming_from.md sho
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,6 +103,39 @@ def test_both_learners_draw_the_same_random_numbers():
 
 def test_gradient_of_the_loss_alone():
     assert lockstep.difference_alone(learner(1.5), learner(1.0)) == pytest.approx(0.5)
+
+
+def test_the_diagnosis_of_the_projects_own_step(monkeypatch, tmp_path, capsys):
+    """With --diagnose, the step is not compared, and what a CUDA graph would get wrong is printed."""
+    own = learner()
+
+    def step(data):
+        own.step(data)
+        return {"loss": own.weights()[0].item()}
+
+    class Folder:
+        def commit(self):
+            return "0000000"
+
+        def importable(self):
+            return contextlib.nullcontext()
+
+    project = SimpleNamespace(
+        name="a project",
+        commit="0000000",
+        sides=lambda checkout: (lockstep.Side(step, own.optimizers, own.loss), None),
+        batch=lambda seed: seed,
+    )
+    monkeypatch.setattr(against, "project_of", lambda name: project)
+    monkeypatch.setattr(against, "Checkout", lambda folder: Folder())
+    monkeypatch.setattr(against, "checked", lambda *arguments: Folder())
+    monkeypatch.setattr(sys, "argv", ["against.py", "tdmpc2", str(tmp_path), "--diagnose"])
+    assert against.main() == 0
+    printed = capsys.readouterr().out
+    assert "item() waits for the device" in printed
+    monkeypatch.setattr(sys, "argv", ["against.py", "all", str(tmp_path), "--diagnose"])
+    with pytest.raises(SystemExit):
+        against.main()
 
 
 def test_a_step_without_an_update():

@@ -1020,7 +1020,38 @@ def test_returns(function, rows, steps, dtype, device):
         check_close(ours, truth, dtype, what=function)
 
 
-@pytest.mark.parametrize("changes", [{}, {"to_play": None, "reward": "value_prefix"}, {"root_reward": None}])
+@pytest.mark.parametrize(("rows", "steps", "n"), [(70, 33, 1), (70, 33, 5), (70, 33, 10**12), (2, 1100, 30)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_n_step_transitions(n, rows, steps, dtype, batch_first, device):
+    data = random_data(3, rows, steps, ends=0.05, padding=0.02)
+    data = {name: data[name] for name in ("rewards", "discount", *FLAGS)}
+    data = {name: (value if batch_first else value.T).contiguous() for name, value in data.items()}
+    given = {name: value if name in FLAGS else value.to(dtype) for name, value in data.items()}
+    found = []
+    for module, where, own in ((gs, device, dtype), (gs.reference, torch.device("cpu"), torch.float64)):
+        arguments = {name: value.to(where, None if name in FLAGS else own) for name, value in given.items()}
+        rewards = arguments["rewards"].requires_grad_()
+        parts = module.n_step_transitions(**arguments, n=n, batch_first=batch_first)
+        weights = torch.linspace(-1, 2, rows * steps).view(parts.rewards.shape).to(parts.rewards)
+        found.append((*parts, *torch.autograd.grad(parts.rewards, rewards, weights)))
+    for ours, truth in zip(*found, strict=True):
+        if ours.dtype == torch.int64:
+            assert torch.equal(ours.cpu(), truth)
+        else:
+            check_close(ours, truth, dtype, what="n_step_transitions")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"to_play": None, "reward": "value_prefix"},
+        {"root_reward": None},
+        {"td_steps": torch.tensor([1, 2, 3, -1, 0, 20, 2**63 - 1, 1, 3])},
+        {"td_steps": torch.arange(54).view(6, 9).T % 7 - 1},
+    ],
+)
 def test_targets_of_muzero(changes, device):
     arguments = window_data() | {"num_unroll_steps": 5, "td_steps": 3, "discount": 0.9} | changes
     moved = converted(arguments, device)

@@ -225,11 +225,19 @@ def returns(rank: int) -> None:
         ours = gs.generalized_advantages(given[0], given[1], given[1], discount=0.9, lambda_=0.8)
         theirs = gs.generalized_advantages(rewards, values, values, discount=0.9, lambda_=0.8)
         assert_same(ours._asdict(), theirs._asdict())
-        windows = [
-            gs.muzero_targets(r, v, num_unroll_steps=2, td_steps=1, discount=0.9)
-            for r, v in ((given[0], given[2]), (rewards, root_values))
-        ]
-        assert_same(windows[0]._asdict(), windows[1]._asdict())
+        leaves = [spread(rewards.clone().requires_grad_(), kind) for kind in (placement, None)]
+        parts = [gs.n_step_transitions(leaf, discount=0.9, n=2) for leaf in leaves]
+        assert_same(parts[0]._asdict(), parts[1]._asdict())
+        for one in parts:
+            one.rewards.square().sum().backward()
+        assert_same(leaves[0].grad, leaves[1].grad)
+        td_steps = torch.arange(B) % 3 + 1
+        for horizons in ((1, 1), (spread(td_steps, placement), td_steps)):
+            windows = [
+                gs.muzero_targets(r, v, num_unroll_steps=2, td_steps=n, discount=0.9)
+                for r, v, n in zip((given[0], rewards), (given[2], root_values), horizons, strict=True)
+            ]
+            assert_same(windows[0]._asdict(), windows[1]._asdict())
 
 
 @check

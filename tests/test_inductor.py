@@ -222,6 +222,11 @@ def _n_step_returns(rewards, values):
     return gs.n_step_returns(rewards, values, n=2, discount=0.9)
 
 
+@program("returns", "n_step_transitions", rewards=(B, 6))
+def _n_step_transitions(rewards):
+    return gs.n_step_transitions(rewards, n=2, discount=0.9)
+
+
 @program("returns", "generalized_advantages", **STEPS)
 def _generalized_advantages(rewards, values):
     return gs.generalized_advantages(rewards, values, discount=0.9, lambda_=0.8)
@@ -254,7 +259,7 @@ def plain_data(kind: Any) -> Callable[[torch.Tensor], Any]:
     return run
 
 
-for _kind in (gs.VTrace, gs.GeneralizedAdvantages, gs.MuZeroTargets):
+for _kind in (gs.VTrace, gs.GeneralizedAdvantages, gs.MuZeroTargets, gs.NStepTransitions):
     program("returns", _kind.__name__, x=(B, T))(plain_data(_kind))
 
 

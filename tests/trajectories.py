@@ -72,14 +72,15 @@ DEFINITIONS = {
 
 
 def muzero_row(r, nu, length, is_over, steps, n, gamma, to_play=None, horizon=0, root_reward=None):
-    """Results of one row by definition."""
+    """Results of one row by definition. `n` is a number, or has one for each unroll step."""
+    horizons = np.broadcast_to(np.maximum(n, 1), steps + 1)
 
     def sign(j, i):
         return 1.0 if to_play is None or to_play[j] == to_play[min(i, len(r))] else -1.0
 
     values = np.zeros(steps + 1)
     for j in range(min(steps, length) + 1):
-        m = min(n, length - j)
+        m = min(int(horizons[j]), length - j)
         nu_last = 0.0 if is_over and j + m == length else nu[j + m]
         values[j] = sum(gamma**i * sign(j, j + i) * r[j + i] for i in range(m)) + gamma**m * sign(j, j + m) * nu_last
     received = np.array([r[k - 1] if k - 1 < length else 0.0 for k in range(1, steps + 1)])

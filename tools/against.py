@@ -2,6 +2,7 @@
 
     python tools/against.py muzero-general PATH      # PATH: a checkout of the project
     python tools/against.py all FOLDER               # FOLDER/muzero-general, FOLDER/LightZero and so on
+    python tools/against.py tdmpc2 PATH --diagnose   # only what a CUDA graph of the project's own step would get wrong
 
 Projects that are not in FOLDER are fetched from GitHub, at the commit that was measured.
 
@@ -32,6 +33,7 @@ sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "bench")]
 
 import torch  # noqa: E402
 
+import gradscale_ext as gs  # noqa: E402
 import harness  # noqa: E402
 from recipes import lockstep  # noqa: E402
 from recipes.checkout import Checkout, UnusableError, fetch  # noqa: E402
@@ -70,6 +72,17 @@ def checked(project: Project, folder: Path, texts: dict[str, str]) -> Checkout:
 def compare(project: Project, folder: Path, steps: int, seconds: float) -> list[dict[str, Any]]:
     """A row for each dtype: differences, and times in float32."""
     return [_dtype_record(project, folder, dtype, steps, seconds) for dtype in ("float64", "float32")]
+
+
+def diagnose(project: Project, folder: Path) -> gs.CaptureDiagnosis:
+    """What a CUDA graph of the project's own learner step would get wrong."""
+    checkout = checked(project, folder, {})
+    with checkout.importable(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with contextlib.redirect_stdout(None):
+            theirs, _ = project.sides(checkout)
+        batches = [(project.batch(seed),) for seed in range(3)]
+        return gs.diagnose_capture(theirs.step, batches, *theirs.modules, *theirs.optimizers)
 
 
 def _dtype_record(project: Project, folder: Path, dtype: str, steps: int, seconds: float) -> dict[str, Any]:
@@ -120,6 +133,9 @@ def one(project: Project, arguments: argparse.Namespace) -> list[dict[str, Any]]
     commit = Checkout(arguments.path).commit() if arguments.path.is_dir() else None
     if commit is not None and commit != project.commit:
         print(f"warning: {project.name} was measured at {project.commit[:7]}, this is {commit[:7]}", file=sys.stderr)
+    if arguments.diagnose:
+        print(diagnose(project, arguments.path))
+        return []
     rows = compare(project, arguments.path, arguments.steps or project.steps, arguments.seconds)
     report(project, rows)
     return rows
@@ -157,7 +173,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="number of learner steps (default: the recipe's, in most recipes 20)")
     parser.add_argument("--seconds", type=float, default=5.0, help="seconds to time the loss, and again for the step")
     parser.add_argument("--json", type=harness.user_path, metavar="FILE", help="also write the results to FILE")
+    parser.add_argument("--diagnose", action="store_true", help="diagnose the project's own step for CUDA graphs, only")
     arguments = parser.parse_args()
+    if arguments.diagnose and (arguments.project == "all" or arguments.json):
+        parser.error("--diagnose takes one project, and no --json")
     torch.set_num_threads(1)
     try:
         rows = every(arguments) if arguments.project == "all" else one(project_of(arguments.project), arguments)
@@ -167,7 +186,8 @@ def main() -> int:
     except ModuleNotFoundError as error:
         print(f"against.py: {arguments.project} imports {error.name}, which is not installed", file=sys.stderr)
         return 2
-    harness.write(arguments.json, "clients", rows)
+    if rows:
+        harness.write(arguments.json, "clients", rows)
     return 0 if all(map(agrees, rows)) else 1
 
 

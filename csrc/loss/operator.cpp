@@ -3,6 +3,10 @@
 // targets are another such list, with a count of -1 for a head without a target. The heads are passed as records (see
 // Heads in call.h).
 //
+// A number of a head that changes between the calls of a compiled function is a tensor of the graph: the overload
+// "varying" has one more argument, a list of scalars on the CPU, and each of them replaces a NaN in the record. A CUDA
+// graph would keep the first values.
+//
 // Returns the tensors of GRADSCALE_OUTPUTS, and then the gradients of the predictions in `wants`, for a grad_output of
 // 1. All gradients of one dtype are in one tensor, so that a compiler multiplies them in one loop. Only the loss has a
 // gradient function; autograd fills in `wants`. A compiled backward pass moves the memory of the gradients out of these
@@ -14,6 +18,7 @@
 #include "python.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/enum_tag.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/eq.h>
@@ -23,6 +28,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <iterator>
 #include <mutex>
@@ -77,13 +83,27 @@ enum Argument { kPredictions, kTargets, kPredictionCounts, kTargetCounts, kHeadN
 
 constexpr auto kHeadWeights = static_cast<size_t>(Option::head_weights);
 
-std::string schema() {
-  std::string schema =
-      "multi_step_loss(Tensor[] predictions, Tensor[] targets, int[] prediction_counts, int[] target_counts, "
-      "str[] names, float[] numbers, int[] wants, ";
+std::string schema(const std::string& overload, const std::string& last) {
+  std::string schema = "multi_step_loss" + overload +
+                       "(Tensor[] predictions, Tensor[] targets, int[] prediction_counts, int[] target_counts, "
+                       "str[] names, float[] numbers, int[] wants, ";
   const Options options;
   Options::each(options, SchemaWriter{schema});
-  return schema + ") -> Tensor[]";
+  return schema + last + ") -> Tensor[]";
+}
+
+// Reads the record of the heads.
+Heads heads_from(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> given) {
+  std::vector<double> numbers = given[kHeadNumbers].toDoubleVector();
+  const Tensors varying = op.schema().overload_name() == "varying" ? given.back().toTensorVector() : Tensors();
+  size_t next = 0;
+  for (double& number : numbers) {
+    if (std::isnan(number) && next < varying.size()) {
+      number = varying[next++].item<double>();
+    }
+  }
+  TORCH_CHECK(next == varying.size(), "multi_step_loss: there are more varying numbers than NaN in the record");
+  return {given[kHeadNames].to<std::vector<std::string>>(), numbers};
 }
 
 // Splits a list of tensors into the entries of each head.
@@ -287,7 +307,7 @@ void append(Tensors& list, const Tensors& by_head) { // without undefined tensor
 
 void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const at::ArrayRef<c10::IValue> given = arguments_of(op, *stack);
-  const Heads heads(given[kHeadNames].to<std::vector<std::string>>(), given[kHeadNumbers].toDoubleVector());
+  const Heads heads = heads_from(op, given);
   Call call = call_from(given);
   TORCH_CHECK_VALUE(
       call.settle(heads),
@@ -364,24 +384,33 @@ void autograd_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   autograd::set_history(results.front(), handle);
 }
 
+constexpr std::array<const char*, 2> names{"multi_step_loss", "multi_step_loss.varying"};
+
 } // namespace
 
 TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
-  m.def(torch::schema(schema().c_str()));
+  m.def(torch::schema(schema("", "").c_str()));
+  m.def(torch::schema(schema(".varying", ", Tensor[] varying").c_str()), {at::Tag::cudagraph_unsafe});
   m.def("scale_gradients(Tensor gradients, Tensor factor) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, CPU, m) {
   m.impl("scale_gradients", &scale_gradients);
-  m.impl("multi_step_loss", torch::CppFunction::makeFromBoxedFunction<&kernel>());
+  for (const char* name : names) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&kernel>());
+  }
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, CUDA, m) {
-  m.impl("multi_step_loss", torch::CppFunction::makeFromBoxedFunction<&kernel>());
+  for (const char* name : names) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&kernel>());
+  }
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, Autograd, m) {
-  m.impl("multi_step_loss", torch::CppFunction::makeFromBoxedFunction<&autograd_kernel>());
+  for (const char* name : names) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&autograd_kernel>());
+  }
 }
 
 } // namespace gradscale

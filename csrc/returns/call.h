@@ -6,10 +6,10 @@
 
 namespace gradscale {
 
-// A function, except n-step returns, computes a recurrence y_t = a_t + b_t y_{t+1}. Its adjoint is the transposed
-// function, y_t = a_t + b_t y_{t-1}. The adjoint turns the gradients of the results into the gradients of rewards,
-// values and next values.
-enum class Formula : int32_t { lambda_returns, generalized_advantages, vtrace, retrace, n_step };
+// A function, except for the two of n steps, computes a recurrence y_t = a_t + b_t y_{t+1}. Its adjoint is the
+// transposed function, y_t = a_t + b_t y_{t-1}. The adjoint turns the gradients of the results into the gradients of
+// rewards, values and next values.
+enum class Formula : int32_t { lambda_returns, generalized_advantages, vtrace, retrace, n_step, n_step_transitions };
 
 // The dimensions of strides.
 constexpr int kRow = 0;
@@ -82,17 +82,20 @@ struct ReturnsCall {
   Element element; // the type of the computation and the results: float64 or float32
   int64_t rows;
   int64_t steps;
-  int64_t n;
+  int64_t n; // at most `steps`
   Operand operands[kOperands];
   double limits[3]; // V-trace: clip_rho, clip_c, clip_pg_rho; Retrace: clip_c
   // In an adjoint: the gradients of rewards, values and next values. The gradient of a value of V-trace is the sum of
-  // the second output and the fourth output of the step before.
+  // the second output and the fourth output of the step before. The third output of n-step transitions is int64.
   ReturnsOutput outputs[kOutputs];
   void* workspace; // set by launch_returns()
   uint64_t launch; // set by launch_returns(): a number that identifies the launch
 };
 
-// n-step returns are computed in blocks of steps of a row, for n < steps.
+// n-step returns and n-step transitions are computed in blocks of steps of a row.
+GRADSCALE_HOST_DEVICE bool has_blocks(const ReturnsCall& call) {
+  return call.formula == Formula::n_step || call.formula == Formula::n_step_transitions;
+}
 GRADSCALE_HOST_DEVICE int64_t n_step_block_size(const ReturnsCall& call) {
   return !call.is_adjoint || call.n == 1 ? call.n : call.n - 1;
 }
@@ -104,9 +107,9 @@ GRADSCALE_HOST_DEVICE int64_t n_step_blocks_of_row(const ReturnsCall& call) {
 struct MuZeroCall {
   Element element; // as in ReturnsCall
   int64_t rows;
-  int64_t moves;        // L
-  int64_t unroll_steps; // K
-  int64_t td_steps;
+  int64_t moves;          // L
+  int64_t unroll_steps;   // K
+  int64_t td_steps;       // at most L
   int64_t prefix_horizon; // 0: rewards are not summed
   Operand rewards;
   Operand root_values;
@@ -121,11 +124,19 @@ struct MuZeroCall {
   ReturnsOutput targets; // of rewards
   bool* mask;            // both masks have the strides of `values`
   bool* policy_mask;
+  const int64_t* horizons; // td_steps by row, or by row and unroll step; null: `td_steps`
+  int64_t horizons_strides[2];
 };
+
+// td_steps of unroll step j of a row, from `horizons`: at least 1, and at most L, so that sums cannot overflow.
+GRADSCALE_HOST_DEVICE int64_t horizon_at(const MuZeroCall& call, int64_t row, int64_t j) {
+  const int64_t horizon = call.horizons[row * call.horizons_strides[kRow] + j * call.horizons_strides[kStep]];
+  return horizon < 1 ? 1 : horizon < call.td_steps ? horizon : call.td_steps;
+}
 
 // ---- Kernels --------------------------------------------------------------------------------------------------------
 
-// Computes rows begin to end - 1 of a recurrence, or of n-step returns.
+// Computes rows begin to end - 1 of a recurrence, or of a function of n steps.
 using ReturnsRows = void (*)(const ReturnsCall& call, int64_t begin, int64_t end);
 
 extern const ReturnsRows along_steps_kernel; // lanes along the steps of a row

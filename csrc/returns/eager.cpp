@@ -41,7 +41,7 @@ bool is_readable(const at::Tensor& tensor) {
 // Reads the arguments of a call. `usual` becomes false if Python has to handle the call; then no tensors are read.
 class Reader {
  public:
-  static constexpr int64_t kPerRow = -1;
+  static constexpr int64_t kPerRow = std::numeric_limits<int64_t>::min();
 
   explicit Reader(py::handle rewards, py::handle batch_first) {
     is_batch_first = batch_first.ptr() == Py_True;
@@ -117,6 +117,19 @@ class Reader {
     return number;
   }
 
+  // Stores an integer of at least 1 in `number`, or returns int64 numbers by row, or by row and one of `num_steps`
+  // steps.
+  at::Tensor horizons(py::handle given, int64_t num_steps, c10::SymInt& number) {
+    if (PyLong_Check(given.ptr()) || !THPVariable_Check(given.ptr())) {
+      const int64_t n = integer(given, 1, 0);
+      require(n >= 1);
+      number = n;
+      return {};
+    }
+    const bool is_per_row = usual && THPVariable_Unpack(given.ptr()).dim() == 1;
+    return tensor(given, is_long, is_per_row ? kPerRow : num_steps - steps);
+  }
+
   void require(bool condition) {
     usual = usual && condition;
   }
@@ -179,8 +192,9 @@ Results returns_in_eager_mode(
   LinearCall call{};
   const auto function = static_cast<Formula>(formula);
   call.formula = formula;
-  call.observations = next_values.is_none();
-  const bool reads_values = call.observations || (function != Formula::lambda_returns && function != Formula::n_step);
+  const bool has_n = function == Formula::n_step || function == Formula::n_step_transitions;
+  call.observations = next_values.is_none() && function != Formula::n_step_transitions;
+  const bool reads_values = call.observations || !(has_n || function == Formula::lambda_returns);
   read.require(!(reads_values && values.is_none()));
   read.require(!(call.observations && (!truncated.is_none() || function == Formula::retrace)));
   call.inputs = {
@@ -200,7 +214,7 @@ Results returns_in_eager_mode(
     call.limits[i] = read.limit(PyTuple_GET_ITEM(limits.ptr(), i));
   }
   const int64_t num_steps = read.integer(n, 1, 0);
-  read.require((function == Formula::n_step) == (num_steps > 0));
+  read.require(has_n == (num_steps > 0));
   if (!read.usual) {
     return std::nullopt;
   }
@@ -240,13 +254,13 @@ Results muzero_targets_in_eager_mode(
   windows.to_play = read.tensor(to_play, is_integral, 1);
   windows.root_reward = read.constant(read.tensor(root_reward, has_element, Reader::kPerRow));
   windows.discounts = read.coefficient(discount, -1, windows.discount, /*per_step=*/false);
-  const int64_t unroll_steps = read.integer(num_unroll_steps, 0, -1), bootstrap_steps = read.integer(td_steps, 1, -1);
+  const int64_t unroll_steps = read.integer(num_unroll_steps, 0, -1);
   windows.num_unroll_steps = unroll_steps;
-  windows.td_steps = bootstrap_steps;
+  windows.horizons = read.horizons(td_steps, unroll_steps + 1, windows.td_steps);
   const int64_t horizon = read.integer(prefix_horizon, 1, std::max<int64_t>(1, unroll_steps));
   windows.prefix_horizon = is_prefix ? horizon : 0;
   windows.batch_first = read.is_batch_first;
-  read.require(unroll_steps >= 0 && unroll_steps <= std::numeric_limits<int32_t>::max() && bootstrap_steps >= 1);
+  read.require(unroll_steps >= 0 && unroll_steps <= std::numeric_limits<int32_t>::max());
   read.require(!windows.lengths.defined() || windows.terminated.defined());
   if (!read.usual) {
     return std::nullopt;

@@ -1,8 +1,8 @@
 // The functions over trajectories, one transition at a time, for the CPU and for GPUs.
 //
-// Each, except n-step returns, is a linear recurrence y_t = a_t + b_t y', where y' is the y of the previous step in the
-// order of the walk: step t + 1 for a function, t - 1 for its adjoint. A formula gives the map (a, b) of a step, and
-// its results from y and y'. `L` is the type of lanes, one number or several:
+// Each, except for the two of n steps, is a linear recurrence y_t = a_t + b_t y', where y' is the y of the previous
+// step in the order of the walk: step t + 1 for a function, t - 1 for its adjoint. A formula gives the map (a, b) of a
+// step, and its results from y and y'. `L` is the type of lanes, one number or several:
 //
 //   L::V, L::M            numbers, and conditions
 //   L::times(c, x)        c x, and 0 if c is 0

@@ -119,7 +119,7 @@ void check_constant(const char* function, const char* name, const at::Tensor& te
 
 void check_constants(const LinearCall& call) {
   static const char* const functions[] = {
-      "lambda_returns", "generalized_advantages", "vtrace", "retrace", "n_step_returns"};
+      "lambda_returns", "generalized_advantages", "vtrace", "retrace", "n_step_returns", "n_step_transitions"};
   const char* function = functions[call.formula];
   check_constant(function, "ratios", call.ratios);
   check_constant(function, "discount", call.discounts);
@@ -137,6 +137,9 @@ std::vector<at::Tensor> returns(const LinearCall& call, bool is_plain) {
     at::AutoDispatchBelowADInplaceOrView guard;
     results = is_plain ? compute_returns(call) : call_operator(call);
   }
+  // Discounts and steps of n-step transitions are constants.
+  const bool is_transitions = static_cast<Formula>(call.formula) == Formula::n_step_transitions && !call.is_adjoint;
+  const size_t differentiable = is_transitions ? 1 : results.size();
   if (std::any_of(call.inputs.begin(), call.inputs.end(), has_tangent)) {
     LinearCall tangents = call;
     for (at::Tensor& input : tangents.inputs) {
@@ -146,7 +149,7 @@ std::vector<at::Tensor> returns(const LinearCall& call, bool is_plain) {
       }
     }
     const Tensors result_tangents = returns(tangents, is_plain);
-    for (size_t i = 0; i < results.size(); ++i) {
+    for (size_t i = 0; i < differentiable; ++i) {
       results[i]._set_fw_grad(result_tangents[i], /*level=*/0, /*is_inplace_op=*/false);
     }
   }
@@ -155,7 +158,9 @@ std::vector<at::Tensor> returns(const LinearCall& call, bool is_plain) {
     const NodePtr handle = make_node(node);
     node->set(call);
     node->set_next_edges(autograd::collect_next_edges(rewards, values, next_values));
-    autograd::set_history(results, handle);
+    for (size_t i = 0; i < differentiable; ++i) {
+      autograd::set_history(results[i], handle);
+    }
   }
   return results;
 }

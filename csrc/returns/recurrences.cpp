@@ -257,8 +257,8 @@ void along_row(Sources<A>& sources, int64_t row, int64_t period) {
   }
 }
 
-// Calls function(A(), F()) with the type and the formula of a recurrence. Does nothing for n-step returns, which are
-// not a recurrence.
+// Calls function(A(), F()) with the type and the formula of a recurrence. Does nothing for the functions of n steps,
+// which are not recurrences.
 template <class Function>
 void dispatch_call(const ReturnsCall& call, Function function) {
   const auto with = [&](auto formula) {
@@ -285,6 +285,7 @@ void dispatch_call(const ReturnsCall& call, Function function) {
     case Formula::retrace:
       return either(Retrace(), RetraceAdjoint());
     case Formula::n_step:
+    case Formula::n_step_transitions:
       return;
   }
 }

@@ -13,9 +13,11 @@
 namespace gradscale {
 
 // The names of kernels and of autograd nodes begin with these.
-constexpr const char* kFormulaNames[] = {"LambdaReturns", "GeneralizedAdvantages", "VTrace", "Retrace", "NStepReturns"};
+constexpr const char* kFormulaNames[] = {
+    "LambdaReturns", "GeneralizedAdvantages", "VTrace", "Retrace", "NStepReturns", "NStepTransitions"};
 
-// A linear function of its inputs: one of the functions, or its adjoint.
+// A linear function of its inputs: one of the functions, or its adjoint. Discounts and steps of n-step transitions are
+// constants. The adjoint of n-step transitions is the adjoint of n-step returns.
 struct LinearCall {
   bool is_adjoint;
   int64_t formula; // a Formula
@@ -89,6 +91,7 @@ struct MuZeroWindows {
   at::Tensor to_play;
   at::Tensor root_reward;
   at::Tensor discounts;
+  at::Tensor horizons; // used instead of `td_steps` if defined
   double discount;
   c10::SymInt num_unroll_steps;
   c10::SymInt td_steps;
@@ -106,6 +109,7 @@ struct MuZeroWindows {
     visit("to_play", self.to_play);
     visit("root_reward", self.root_reward);
     visit("discounts", self.discounts);
+    visit("horizons", self.horizons);
     visit("discount", self.discount);
     visit("num_unroll_steps", self.num_unroll_steps);
     visit("td_steps", self.td_steps);

@@ -151,7 +151,7 @@ int64_t blocks_for(int64_t count, int64_t per_block) {
 // but most sectors come from the L2 cache. The alternative, recur_across, computes 32 steps of a row at a time: for
 // 1024 steps it would need 32 passes, one after the other.
 bool uses_chunks(const ReturnsCall& call) {
-  return call.formula != Formula::n_step && call.steps >= kChunkSteps && call.rows < 2 * multiprocessors() &&
+  return call.steps >= kChunkSteps && call.rows < 2 * multiprocessors() &&
          blocks_for(call.steps, kChunkSteps) <= std::numeric_limits<int32_t>::max() / call.rows;
 }
 
@@ -168,12 +168,14 @@ uint64_t next_launch() {
 void launch_returns(ReturnsCall call, bool across, const OnDevice& device) {
   const char* type = type_name(call.element);
   const int64_t bytes = element_size(call.element);
-  if (call.formula == Formula::n_step) {
+  if (has_blocks(call)) {
     const int64_t threads = call.rows * n_step_blocks_of_row(call);
     const at::Tensor memory = device.memory(threads * 2 * n_step_block_size(call) * bytes);
     call.workspace = memory.mutable_data_ptr();
-    const auto text = [](bool x) { return x ? "true" : "false"; };
-    const std::string name = instance("n_step_blocks", {type, text(call.is_adjoint), text(across)});
+    const char* kind = call.is_adjoint                   ? "NStep::adjoint"
+                       : call.formula == Formula::n_step ? "NStep::returns"
+                                                         : "NStep::transitions";
+    const std::string name = instance("n_step_blocks", {type, kind, across ? "true" : "false"});
     device.launch(kWindowsFile, name, blocks_for(threads, kThreads), kThreads, call);
     return;
   }
@@ -203,7 +205,14 @@ bool is_valid(const MuZeroCall& call, int64_t row) {
   const int64_t* players = call.to_play + row * call.to_play_strides[kRow];
   const int64_t stride = call.to_play_strides[kStep];
   const int64_t end = element_at<uint8_t>(call.terminated, row, 0) != 0 ? length - 1 : length;
-  const int64_t last = std::min(end, call.unroll_steps + call.td_steps);
+  int64_t reach = call.unroll_steps + call.td_steps;
+  if (call.horizons != nullptr) {
+    reach = 0;
+    for (int64_t j = 0; j <= std::min(call.unroll_steps, length); ++j) {
+      reach = std::max(reach, j + horizon_at(call, row, j));
+    }
+  }
+  const int64_t last = std::min(end, reach);
   int64_t i = 1;
   while (i <= last && players[i * stride] == players[0]) {
     ++i;
@@ -239,7 +248,7 @@ void run(const ReturnsCall& call, const LinearCall& linear, const at::Tensor& li
       kernel(call, begin * rows_per_block, std::min(end * rows_per_block, call.rows));
     });
   };
-  if (call.formula == Formula::n_step) {
+  if (has_blocks(call)) {
     over(n_step_kernel, 1);
   } else if (across) {
     over(across_rows_kernel, 64);
@@ -266,11 +275,14 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   call.rows = first.size(1 - step);
   const bool has_observations = linear.observations && !linear.is_adjoint;
   call.steps = first.size(step) - (has_observations && !inputs[0].defined() ? 1 : 0);
-  call.n = linear.n.expect_int();
+  call.n = std::min(linear.n.expect_int(), call.steps);
   const auto formula = static_cast<Formula>(linear.formula);
-  // If no window ends because it has n steps, n-step returns are λ-returns with λ = 1, which Python passes.
-  const bool is_whole = formula == Formula::n_step && call.n >= call.steps;
-  call.formula = is_whole ? Formula::lambda_returns : formula;
+  const bool is_transitions = formula == Formula::n_step_transitions && !linear.is_adjoint;
+  call.formula = formula;
+  if (has_blocks(call) && !is_transitions) {
+    // If no window ends because it has n steps, n-step returns are λ-returns with λ = 1, which Python passes.
+    call.formula = call.n == call.steps ? Formula::lambda_returns : Formula::n_step;
+  }
   call.is_adjoint = linear.is_adjoint;
   const auto read = [&](OperandIndex index, const at::Tensor& tensor, double constant) {
     call.operands[index] = operand_of(tensor, constant, batch_first);
@@ -287,11 +299,12 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   read(kTruncated, linear.truncated, 0);
   read(kMask, linear.mask, 1);
   std::copy(linear.limits.begin(), linear.limits.end(), call.limits);
-  if (is_pooled(options, call.rows * call.steps)) {
+  const at::TensorOptions third_options = is_transitions ? options.dtype(at::kLong) : options;
+  if (is_pooled(third_options, call.rows * call.steps)) {
     begin_pooled_call(options.device());
   }
   const auto add = [&](int index) {
-    const at::Tensor output = make_result(call.rows, call.steps, batch_first, options);
+    const at::Tensor output = make_result(call.rows, call.steps, batch_first, index == 2 ? third_options : options);
     call.outputs[index] = output_of(output, batch_first);
     return output;
   };
@@ -303,7 +316,7 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
       read(kValues, has_two_results ? inputs[1].narrow(step, 0, call.steps) : at::Tensor(), 0);
       read(kNextValues, inputs[1].narrow(step, 1, call.steps), 0);
     }
-    for (int i = 0; i < (has_two_results ? 2 : 1); ++i) {
+    for (int i = 0; i < (is_transitions ? 3 : has_two_results ? 2 : 1); ++i) {
       results.push_back(add(i));
     }
     run(call, linear, first);
@@ -362,7 +375,7 @@ std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows) {
   call.rows = windows.rewards.size(1 - step);
   call.moves = windows.rewards.size(step);
   call.unroll_steps = windows.num_unroll_steps.expect_int();
-  call.td_steps = std::min(windows.td_steps.expect_int(), call.moves);
+  call.td_steps = windows.horizons.defined() ? call.moves : std::min(windows.td_steps.expect_int(), call.moves);
   call.prefix_horizon = windows.prefix_horizon.expect_int();
   call.rewards = operand_of(windows.rewards, 0, batch_first);
   call.root_values = operand_of(windows.root_values, 0, batch_first);
@@ -371,6 +384,12 @@ std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows) {
   if (windows.lengths.defined()) {
     call.lengths = windows.lengths.const_data_ptr<int64_t>();
     call.lengths_stride = windows.lengths.stride(0);
+  }
+  if (const at::Tensor& horizons = windows.horizons; horizons.defined()) {
+    call.horizons = horizons.const_data_ptr<int64_t>();
+    const bool is_per_row = horizons.dim() == 1;
+    call.horizons_strides[kRow] = horizons.stride(is_per_row ? 0 : 1 - step);
+    call.horizons_strides[kStep] = is_per_row ? 0 : horizons.stride(step);
   }
   call.terminated = operand_of(windows.terminated, 0, batch_first);
   if (to_play.defined()) {

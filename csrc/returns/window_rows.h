@@ -1,4 +1,5 @@
-// n-step returns and MuZero's targets, which are sums over windows of steps, for the CPU and for GPUs.
+// n-step returns, n-step transitions and MuZero's targets, which are sums over windows of steps, for the CPU and for
+// GPUs.
 //
 // The CPU's kernels include this once for each instruction set, after formulas.h.
 
@@ -24,11 +25,11 @@ struct Result {
   }
 };
 
-// ---- n-step returns -------------------------------------------------------------------------------------------------
+// ---- n-step returns and n-step transitions --------------------------------------------------------------------------
 
-// n-step returns and their adjoint take O(T) for any n, without division by powers of the discount (van Herk 1992). A
-// row is divided into blocks of n steps, so that a window is the end of one block and the beginning of the next. Blocks
-// do not depend on each other.
+// n-step returns, their adjoint and n-step transitions take O(T) for any n, without division by powers of the discount
+// (van Herk 1992). A row is divided into blocks of n steps, so that a window is the end of one block and the beginning
+// of the next. Blocks do not depend on each other.
 
 template <class A>
 struct StepOfRow {
@@ -108,6 +109,44 @@ GRADSCALE_HOST_DEVICE void n_step_block(
   }
 }
 
+// Computes the transitions of the block of n steps that begins at `begin`. Calls put(t, rewards, discount, m) for each
+// step, whose window has m steps; m is 0 if the step is masked. `rests` and `discounts` have room for n numbers each.
+template <class A, class Steps, class Put>
+GRADSCALE_HOST_DEVICE void n_step_transitions_block(
+    const Steps& steps, int64_t count, int64_t begin, int64_t n, A* rests, A* discounts, const Put& put) {
+  using L = OneLane<A>;
+  const int64_t end = begin + n < count ? begin + n : count;
+  const int64_t next_end = end + n < count ? end + n : count;
+  // Walk forwards through the next block, up to a cut: the parts in it of the windows that end at its steps.
+  int64_t cut = next_end;
+  A sum = A(0), discount = A(1);
+  for (int64_t t = end; t < cut; ++t) {
+    const StepOfRow<A> s = steps[t];
+    sum += L::times(discount, s.reward);
+    discount = s.terminated ? A(0) : L::product(discount, s.discount);
+    rests[t - end] = sum;
+    discounts[t - end] = discount;
+    cut = s.cut ? t : cut;
+  }
+  // Walk backwards through this block: `sum` and `discount` of the steps up to its end or to a cut.
+  for (int64_t t = end - 1; t >= begin; --t) {
+    const StepOfRow<A> s = steps[t];
+    cut = s.cut ? t : cut;
+    const bool is_last = s.cut || t == end - 1;
+    sum = is_last ? s.reward : s.reward + L::times(s.discount, sum);
+    discount = s.terminated ? A(0) : is_last ? s.discount : L::product(s.discount, discount);
+    const int64_t window_end = t + n - 1 < cut ? t + n - 1 : cut;
+    if (!s.live) {
+      put(t, A(0), A(0), 0);
+    } else if (window_end < end) {
+      put(t, sum, discount, window_end - t + 1);
+    } else {
+      const int64_t k = window_end - end;
+      put(t, sum + L::times(discount, rests[k]), L::product(discount, discounts[k]), window_end - t + 1);
+    }
+  }
+}
+
 // The steps of a row in reverse. Their (n - 1)-step returns are the gradients of the rewards of n-step returns: the
 // gradient of reward t is the sum of the gradients of the windows that begin at t, t - 1, ..., t - n + 1, each weighted
 // by the discounts in between. The gradient of the last one, which ends at t, is the bootstrap.
@@ -128,16 +167,28 @@ struct ReversedSteps {
   }
 };
 
+enum class NStep { returns, adjoint, transitions };
+
 // Writes the results of a block of n_step_block_size() steps of a row. `scratch` has room for twice as many numbers.
-template <bool adjoint, class A, class Steps>
+template <NStep kind, class A, class Steps>
 GRADSCALE_HOST_DEVICE void n_step_results(
     const ReturnsCall& call, const Steps& steps, int64_t row, int64_t block, A* scratch) {
   const int64_t count = call.steps, n = n_step_block_size(call);
-  const Result<A> first(call.outputs[0], row), to_next_value(call.outputs[2], row);
-  if constexpr (!adjoint) {
+  const Result<A> first(call.outputs[0], row);
+  if constexpr (kind == NStep::transitions) {
+    const Result<A> discounts(call.outputs[1], row);
+    const Result<int64_t> lengths(call.outputs[2], row);
+    const auto put = [&](int64_t t, A rewards, A discount, int64_t m) {
+      first.put(t, rewards);
+      discounts.put(t, discount);
+      lengths.put(t, m);
+    };
+    n_step_transitions_block<A>(steps, count, block * n, n, scratch, scratch + n, put);
+  } else if constexpr (kind == NStep::returns) {
     const auto put = [&](int64_t t, A sum, A /*last*/, A rest) { first.put(t, sum + rest); };
     n_step_block<A>(steps, count, block * n, n, scratch, nullptr, put);
   } else {
+    const Result<A> to_next_value(call.outputs[2], row);
     const ReversedSteps<A, Steps> reversed{steps, count, call.n > 1};
     const auto put = [&](int64_t k, A sum, A last, A rest) {
       const int64_t t = count - 1 - k;
@@ -171,9 +222,11 @@ struct MuZeroRow {
     length = recorded < 0 ? 0 : recorded < call.moves ? recorded : call.moves;
   }
 
-  // Writes the targets of unroll step j. `rewards[i]` and `root_values[i]` are the numbers of move i of the row.
-  template <class Rewards, class Values>
-  GRADSCALE_HOST_DEVICE void write(int64_t j, const Rewards& rewards, const Values& root_values) const {
+  // Writes the targets of unroll step j. `td_steps(j)` is the largest number of rewards in its value target, and
+  // `rewards[i]` and `root_values[i]` are the numbers of move i of the row.
+  template <class TdSteps, class Rewards, class Values>
+  GRADSCALE_HOST_DEVICE void write(
+      int64_t j, const TdSteps& td_steps, const Rewards& rewards, const Values& root_values) const {
     const int64_t* players = call.to_play == nullptr ? nullptr : call.to_play + row * call.to_play_strides[kRow];
     const int64_t stride = call.to_play_strides[kStep];
     // x of move i, from the perspective of the player to move at step j.
@@ -182,8 +235,7 @@ struct MuZeroRow {
     };
     A z = A(0);
     if (j <= length) {
-      // The sum cannot overflow, because td_steps <= moves.
-      const int64_t last = j + call.td_steps < length ? j + call.td_steps : length;
+      const int64_t n = td_steps(j), last = j + n < length ? j + n : length; // n <= L, so the sum cannot overflow
       z = is_over && last == length ? A(0) : in_perspective(root_values[last], last);
       if (discount == 0 && last > j) {
         z = in_perspective(rewards[j], j);

@@ -1,4 +1,5 @@
-// The CPU kernels of n-step returns and of MuZero's targets. This file includes itself once for each instruction set.
+// The CPU kernels of n-step returns, of n-step transitions and of MuZero's targets. This file includes itself once for
+// each instruction set.
 #ifndef GRADSCALE_VARIANT
 #include "call.h"
 
@@ -29,7 +30,7 @@ namespace {
 
 // Reads a row, of any length, as one tile.
 template <class A>
-void read_steps(Sources<A>& sources, int64_t row, StepOfRow<A>* out) {
+GRADSCALE_HOST_DEVICE void read_steps(Sources<A>& sources, int64_t row, StepOfRow<A>* out) {
   const int64_t steps = sources.call.steps;
   sources.read(row, 0, steps, steps);
   const Tile<A> tile = sources.tile;
@@ -46,53 +47,64 @@ void read_steps(Sources<A>& sources, int64_t row, StepOfRow<A>* out) {
   }
 }
 
-template <class A>
+template <NStep kind, class A>
 void n_step_rows_of(const ReturnsCall& call, int64_t begin, int64_t end) {
   Sources<A> sources(call, kStep);
   std::vector<StepOfRow<A> > steps(call.steps);
   std::vector<A> scratch(2 * n_step_block_size(call));
+  const int64_t blocks = n_step_blocks_of_row(call);
   for (int64_t row = begin; row < end; ++row) {
     read_steps(sources, row, steps.data());
-    for (int64_t block = 0; block < n_step_blocks_of_row(call); ++block) {
-      if (call.is_adjoint) {
-        n_step_results<true, A>(call, steps.data(), row, block, scratch.data());
-      } else {
-        n_step_results<false, A>(call, steps.data(), row, block, scratch.data());
-      }
+    for (int64_t block = 0; block < blocks; ++block) {
+      n_step_results<kind, A>(call, steps.data(), row, block, scratch.data());
     }
   }
 }
 
-void n_step_rows(const ReturnsCall& call, int64_t begin, int64_t end) {
+template <NStep kind>
+void n_step_rows_of(const ReturnsCall& call, int64_t begin, int64_t end) {
   if (call.element == Element::float64) {
-    n_step_rows_of<double>(call, begin, end);
+    n_step_rows_of<kind, double>(call, begin, end);
   } else {
-    n_step_rows_of<float>(call, begin, end);
+    n_step_rows_of<kind, float>(call, begin, end);
+  }
+}
+
+void n_step_rows(const ReturnsCall& call, int64_t begin, int64_t end) {
+  if (call.is_adjoint) {
+    n_step_rows_of<NStep::adjoint>(call, begin, end);
+  } else if (call.formula == Formula::n_step) {
+    n_step_rows_of<NStep::returns>(call, begin, end);
+  } else {
+    n_step_rows_of<NStep::transitions>(call, begin, end);
   }
 }
 
 // ---- MuZero --------------------------------------------------------------------------------------------------------
 
-template <class A>
+template <class A, bool has_horizons>
 void muzero_rows_of(const MuZeroCall& call, int64_t begin, int64_t end) {
   Source<A> rewards(call.rewards, kStep), root_values(call.root_values, kStep);
+  const int64_t unroll_steps = call.unroll_steps, longest = call.td_steps;
   for (int64_t k = begin; k < end; ++k) {
     const MuZeroRow<A> row(call, k);
-    // The number of rewards that the targets use. The sum cannot overflow, because td_steps <= moves.
-    const int64_t used = std::min(row.length, call.unroll_steps + call.td_steps);
+    // The number of rewards that the targets use, at most. The sum cannot overflow, because td_steps <= moves.
+    const int64_t used = std::min(row.length, unroll_steps + longest);
     const Piece<A> r = rewards.piece(k, 0, used, used);
     const Piece<A> nu = root_values.piece(k, 0, used + 1, used + 1);
-    for (int64_t j = 0; j <= call.unroll_steps; ++j) {
-      row.write(j, r, nu);
+    const auto td_steps = [&](int64_t j) { return has_horizons ? horizon_at(call, k, j) : longest; };
+    for (int64_t j = 0; j <= unroll_steps; ++j) {
+      row.write(j, td_steps, r, nu);
     }
   }
 }
 
 void muzero_rows(const MuZeroCall& call, int64_t begin, int64_t end) {
-  if (call.element == Element::float64) {
-    muzero_rows_of<double>(call, begin, end);
+  const bool is_double = call.element == Element::float64;
+  if (call.horizons == nullptr) {
+    is_double ? muzero_rows_of<double, false>(call, begin, end) : muzero_rows_of<float, false>(call, begin, end);
   } else {
-    muzero_rows_of<float>(call, begin, end);
+    is_double ? muzero_rows_of<double, true>(call, begin, end) : muzero_rows_of<float, true>(call, begin, end);
   }
 }
 

@@ -1,4 +1,4 @@
-// The kernels of n-step returns, and of MuZero's targets, on GPUs.
+// The kernels of n-step returns, of n-step transitions and of MuZero's targets, on GPUs.
 #pragma once
 
 #include "../cuda/device.h"
@@ -7,7 +7,7 @@
 
 namespace gradscale {
 
-// ---- n-step returns ------------------------------------------------------------------------------------------------
+// ---- n-step returns and n-step transitions -------------------------------------------------------------------------
 
 template <class A>
 struct StepsInMemory {
@@ -32,8 +32,8 @@ struct StepsInMemory {
 
 // One thread per block of a row. Neighbouring threads have neighbouring rows, or the next block of the same row if not
 // `across`. `workspace` has twice as many numbers as the blocks have steps.
-template <class A, bool adjoint, bool across>
-GRADSCALE_KERNEL(kThreads, adjoint ? 2 : 3)
+template <class A, NStep kind, bool across>
+GRADSCALE_KERNEL(kThreads, kind == NStep::adjoint ? 2 : 3)
 n_step_blocks(GRADSCALE_ARGUMENT(ReturnsCall) call) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t blocks = n_step_blocks_of_row(call);
@@ -43,7 +43,7 @@ n_step_blocks(GRADSCALE_ARGUMENT(ReturnsCall) call) {
   const int64_t row = across ? index % call.rows : index / blocks;
   const int64_t block = across ? index / call.rows : index % blocks;
   A* scratch = static_cast<A*>(call.workspace) + index * 2 * n_step_block_size(call);
-  n_step_results<adjoint, A>(call, StepsInMemory<A>{call, row}, row, block, scratch);
+  n_step_results<kind, A>(call, StepsInMemory<A>{call, row}, row, block, scratch);
 }
 
 // ---- MuZero --------------------------------------------------------------------------------------------------------
@@ -68,7 +68,9 @@ muzero_rows(GRADSCALE_ARGUMENT(MuZeroCall) call) {
   if (row >= call.rows) {
     return;
   }
-  MuZeroRow<A>(call, row).write(j, ElementsInMemory<A>{call.rewards, row}, ElementsInMemory<A>{call.root_values, row});
+  const auto td_steps = [&](int64_t j) { return call.horizons == nullptr ? call.td_steps : horizon_at(call, row, j); };
+  const ElementsInMemory<A> rewards{call.rewards, row}, root_values{call.root_values, row};
+  MuZeroRow<A>(call, row).write(j, td_steps, rewards, root_values);
 }
 
 } // namespace gradscale

@@ -81,15 +81,14 @@ def validate(
     is_double = any(tensor.dtype == torch.float64 for tensors in predicted.values() for tensor in tensors)
     dtype = torch.float64 if is_double else torch.float32
     weights = Rules(heads, batch, steps, batch_first, first.device, dtype).check(options)
-    predicted, wanted, weights = savable((predicted, wanted, weights))
+    predicted, wanted, weights = all_saveable((predicted, wanted, weights))
     return Call(heads, predicted, wanted, weights, options, batch, steps, dtype)
 
 
-def savable(tensors: Any) -> Any:
-    """Clone tensors that were made in inference mode, which autograd does not save."""
-    if not (_context.is_eager() and torch.is_grad_enabled()):
-        return tensors
-    return mapped(lambda tensor: tensor.clone() if tensor.is_inference() else tensor, tensors)
+def all_saveable(tensors: Any) -> Any:
+    """The same structure, with tensors that autograd can save."""
+    is_recorded = _context.is_eager() and torch.is_grad_enabled()
+    return mapped(_context.saveable, tensors) if is_recorded else tensors
 
 
 def _count_steps(
@@ -142,6 +141,11 @@ def check_heads(heads: Mapping[str, Head]) -> None:
             )
 
 
+def _steps(head: Head, count: int) -> range:
+    """The steps of a head's entries. A range makes `first_step` a constant under torch.compile(dynamic=True)."""
+    return range(head.first_step, head.first_step + count)
+
+
 def _at(head: str, step: int, what: str) -> str:
     return f"the {what} of head '{head}' at step {step}"
 
@@ -169,7 +173,7 @@ def _entries(what: str, name: str, head: Head, entries: Entries, batch_first: bo
             f"multi_step_loss: the {what} of head '{name}' must be a tensor or a list of one tensor per step, "
             f"but it is of type {type(entries).__name__}{_remedies.remedy_for_type(entries)}"
         )
-    for step, entry in enumerate(entries, start=head.first_step):
+    for step, entry in zip(_steps(head, len(entries)), entries, strict=True):
         where = _at(name, step, what)
         if not isinstance(entry, torch.Tensor):
             raise TypeError(
@@ -235,7 +239,7 @@ def _check_head(
     device: torch.device,
 ) -> None:
     before: tuple[torch.Tensor, torch.Tensor | None] | None = None
-    for step, (prediction, target) in enumerate(zip(predictions, targets, strict=True), start=head.first_step):
+    for step, prediction, target in zip(_steps(head, len(predictions)), predictions, targets, strict=True):
         if before and _is_like(prediction, before[0]) and (target is before[1] or _is_like(target, before[1])):
             continue
         before = prediction, target

@@ -16,7 +16,7 @@ from .. import reference
 from .._native import _C
 from ..call.options import BY_HEAD, Entries
 from ..call.output import MultiStepLossOutput
-from ..call.validate import Call, savable
+from ..call.validate import Call, all_saveable
 from ..heads import Head
 
 _numbers = itertools.count()
@@ -37,7 +37,7 @@ def loss_by_compiler(
 ) -> MultiStepLossOutput:
     """Compute the loss of a checked call. `predictions` and `targets` are the arguments of the user, stacked or not."""
     given = [{name: entries[name] for name in call.heads if name in entries} for entries in (predictions, targets)]
-    given = savable(given)
+    given = all_saveable(given)
     left_out: dict[str, Any] = dict.fromkeys(BY_HEAD)  # `call.weights` has their tensors
     options = call.options._replace(**left_out)
     without_entries = replace(call, predictions={}, targets={}, options=options)
@@ -76,9 +76,8 @@ def _flat(*mappings: Mapping[str, Entries]) -> list[object]:
 
 
 def _constants(head: Head) -> tuple[object, ...]:
-    """The attributes that a graph is specialised on: all except floats, which schedules may change."""
-    values = [getattr(head, field.name) for field in fields(head)]
-    return type(head), *(None if isinstance(value, float) else value for value in values)
+    """The attributes that a graph is specialised on: all except numbers of type float, which schedules may change."""
+    return type(head), *[getattr(head, field.name) for field in fields(head) if field.type != "float"]
 
 
 def _form(value: object) -> object:

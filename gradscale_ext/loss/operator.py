@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from .. import _context
 from .._native import _C  # registers the operator
 from ..call.options import Entries, Options, maybe_transposed
 from ..call.output import MultiStepLossOutput
@@ -46,16 +48,23 @@ def call_operator(
     listed = itertools.chain.from_iterable(tensors for tensors, _ in predicted)
     # Autograd adds these too, but a compiler skips autograd if no output of its graph needs a gradient.
     wants = [i for i, tensor in enumerate(listed) if tensor.requires_grad] if differentiable else []
-    results = torch.ops.gradscale_ext.multi_step_loss(
+    names, numbers = record_of(heads.values())
+    varies = [_context.varies(number) for number in numbers]
+    cpu = torch.device("cpu")
+    varying = [_context.as_tensor(number, cpu) for number in itertools.compress(numbers, varies)]
+    arguments = [
         [tensor for tensors, _ in predicted for tensor in tensors],
         [tensor for tensors, _ in wanted for tensor in tensors],
         [count for _, count in predicted],
         [count for _, count in wanted],
-        *record_of(heads.values()),
+        names,
+        [math.nan if replaced else number for number, replaced in zip(numbers, varies, strict=True)],
         wants,
         *lists,
         *call.options[len(lists) :],
-    )
+    ]
+    operator = torch.ops.gradscale_ext.multi_step_loss
+    results = operator.varying(*arguments, varying) if varying else operator.default(*arguments)
     left = iter(results)
     names_of = {
         "per_step": list(heads),
@@ -81,6 +90,7 @@ def _listed(entries: Entries) -> tuple[Sequence[torch.Tensor], int]:
     return ([entries], _STACKED) if isinstance(entries, torch.Tensor) else (entries, len(entries))
 
 
+@torch.library.register_fake("gradscale_ext::multi_step_loss.varying")  # type: ignore[misc]
 @torch.library.register_fake("gradscale_ext::multi_step_loss")  # type: ignore[misc]
 def _shapes(
     predictions: list[torch.Tensor],
@@ -93,7 +103,7 @@ def _shapes(
     *given: Any,
 ) -> list[torch.Tensor]:
     """The tensors that the operator returns, without values, for tracers."""
-    options, device = Options(*given), predictions[0].device
+    options, device = Options(*given[: len(Options._fields)]), predictions[0].device
     is_double = any(prediction.dtype == torch.float64 for prediction in predictions)
     sum_options: dict[str, Any] = {"device": device, "dtype": torch.float64 if is_double else torch.float32}
     step_dim = 1 if options.batch_first else 0

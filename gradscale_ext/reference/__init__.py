@@ -6,7 +6,15 @@ transforms, with tensor subclasses, or on other devices.
 
 from .flow import clip_gradient_norm, clip_gradient_value, normalize_gradient, reverse_gradient, scale_gradient
 from .losses import entry_loss, loss_of, multi_step_loss
-from .returns import generalized_advantages, lambda_returns, muzero_targets, n_step_returns, retrace, vtrace
+from .returns import (
+    generalized_advantages,
+    lambda_returns,
+    muzero_targets,
+    n_step_returns,
+    n_step_transitions,
+    retrace,
+    vtrace,
+)
 from .supports import centers, decode, hl_gauss, project, raw_centers, two_hot
 from .tensors import (
     Statistics,
@@ -37,6 +45,7 @@ __all__ = [
     "multi_step_loss",
     "muzero_targets",
     "n_step_returns",
+    "n_step_transitions",
     "norm_of",
     "normalize_gradient",
     "project",

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -34,7 +34,7 @@ from ..heads import (
 )
 from ..transforms import transform
 from .flow import scale_gradient
-from .supports import decode, hl_gauss, two_hot
+from .supports import Bins, decoded, expectation, hl_gauss, two_hot
 from .tensors import norm_of
 
 
@@ -68,28 +68,91 @@ def multi_step_loss(
     return loss_of(for_all_ranks(call, process_group, normalize_importance_weights))
 
 
+#: Elements of a block on a CPU, a megabyte of float32: it stays in the cache from one operation to the next.
+_BLOCK_ELEMENTS = 2**18
+
+
+class _Block(NamedTuple):
+    """The entries of n absolute steps of a head as one batch `[n * B, ...]`, step after step; targets are encoded."""
+
+    steps: slice
+    prediction: torch.Tensor
+    target: torch.Tensor | None
+    wants_gradient: bool
+
+
 def loss_of(call: Call) -> MultiStepLossOutput:
     """The loss of a call whose arguments were checked."""
     heads, options = call.heads, call.options
-    per_step = {name: _per_step(name, call) for name in heads}
+    blocks = {name: _blocks(name, call) for name in heads}
+    largest = {name: _largest_logit(name, call, blocks[name]) for name, head in heads.items() if head.has_largest_logit}
+    per_step = {name: _per_step(name, call, blocks[name]) for name in heads}
+    details = {name: _detail(name, call, blocks[name]) for name, head in heads.items() if head.detail}
     per_sample = _sum(_weighted(name, call, per_step[name]) for name in heads).detach()
-    shares = _shares(call, per_step, per_sample)
+    shares = _shares(call, blocks, per_step, per_sample)
     loss = _sum(shares.values())
     return MultiStepLossOutput(
         loss=loss if options.reduction == "none" else loss.sum(),
         per_sample=per_sample,
         per_step={name: maybe_transposed(losses.detach(), options.batch_first) for name, losses in per_step.items()},
-        expected={name: _detail(name, call) for name, head in heads.items() if head.detail == "expected"},
-        entropy={name: _detail(name, call) for name, head in heads.items() if head.detail == "entropy"},
+        expected={name: detail for name, detail in details.items() if heads[name].detail == "expected"},
+        entropy={name: detail for name, detail in details.items() if heads[name].detail == "entropy"},
         head_means={name: per_step[name].detach().sum() / _num_unmasked(name, call) for name in heads},
         head_losses={name: share.detach().sum() for name, share in shares.items()},
-        head_gradient_norms=_gradient_norms(call, per_sample),
-        max_abs_logit={name: _largest_logit(name, call) for name, head in heads.items() if head.has_largest_logit},
+        head_gradient_norms=_gradient_norms(call, blocks, per_sample),
+        max_abs_logit=largest,
         num_nonfinite=(~per_sample.isfinite()).sum(),
     )
 
 
-def _shares(call: Call, per_step: dict[str, torch.Tensor], per_sample: torch.Tensor) -> dict[str, torch.Tensor]:
+def _blocks(name: str, call: Call) -> list[_Block]:
+    """The entries of a head. A block joins steps of one form, so that few operations compute all of them."""
+    head, first = call.heads[name], call.heads[name].first_step
+    runs: list[list[tuple[torch.Tensor, torch.Tensor | None]]] = []
+    for entry in zip(call.predictions[name], call.targets[name], strict=True):
+        if runs and _form(entry) == _form(runs[-1][0]):
+            runs[-1].append(entry)
+        else:
+            runs.append([entry])
+    blocks = []
+    for run in runs:
+        predictions, targets = zip(*run, strict=True)
+        target = None if targets[0] is None else _encoded(head, torch.cat(targets), predictions[0], call.dtype)
+        size = _steps_per_block(predictions[0], call)
+        for step in range(0, len(run), size):
+            joined = torch.cat(predictions[step : step + size]).to(call.dtype)
+            steps = slice(first + step, first + min(step + size, len(run)))
+            own = None if target is None else target[step * call.batch : (step + size) * call.batch]
+            blocks.append(_Block(steps, joined, own, predictions[0].requires_grad))
+        first += len(run)
+    return blocks
+
+
+def _form(entry: tuple[torch.Tensor, torch.Tensor | None]) -> tuple[object, ...]:
+    """What the entries of a block have in common, in addition to the shape of the predictions of a head."""
+    prediction, target = entry
+    own = () if target is None else (target.is_floating_point(), *target.shape[1:])
+    return prediction.requires_grad, *own
+
+
+def _steps_per_block(prediction: torch.Tensor, call: Call) -> int:
+    """As many as fit into a CPU's cache; all on other devices, and for sizes that vary under `torch.compile`."""
+    elements = prediction.numel()
+    if prediction.device.type != "cpu" or (not _context.is_eager() and _context.varies(elements)):
+        return call.steps
+    return max(_BLOCK_ELEMENTS // max(elements, 1), 1)
+
+
+def _by_step(call: Call, blocks: list[_Block], results: list[torch.Tensor]) -> torch.Tensor:
+    """`[B, T_h]` from a result `[n * B]` of each block of a head."""
+    sizes = [(block.steps.stop - block.steps.start, call.batch) for block in blocks]
+    by_block = [result.reshape(size).unbind(0) for result, size in zip(results, sizes, strict=True)]
+    return torch.stack([result for results in by_block for result in results], 1)
+
+
+def _shares(
+    call: Call, blocks: dict[str, list[_Block]], per_step: dict[str, torch.Tensor], per_sample: torch.Tensor
+) -> dict[str, torch.Tensor]:
     """By head, `[B]`: the head's share of the loss of each sample, after all weights and the reduction."""
     remaining, contributing = call, per_step
     if call.options.nonfinite == "skip":
@@ -97,7 +160,7 @@ def _shares(call: Call, per_step: dict[str, torch.Tensor], per_sample: torch.Ten
         finite = per_sample.isfinite().unsqueeze(1)
         masks = {name: finite & _unmasked(name, call) for name in per_step}
         remaining = replace(call, weights=replace(call.weights, masks=masks))
-        contributing = {name: _per_step(name, remaining) for name in per_step}
+        contributing = {name: _per_step(name, remaining, blocks[name]) for name in per_step}
     shares = {name: _weighted(name, remaining, losses) / _divisor(name, call) for name, losses in contributing.items()}
     for name in per_step.keys() & call.weights.importance_weights.keys():
         weights = call.weights.importance_weights[name]
@@ -105,22 +168,27 @@ def _shares(call: Call, per_step: dict[str, torch.Tensor], per_sample: torch.Ten
     return shares
 
 
-def _gradient_norms(call: Call, per_sample: torch.Tensor) -> dict[str, torch.Tensor]:
+def _gradient_norms(call: Call, blocks: dict[str, list[_Block]], per_sample: torch.Tensor) -> dict[str, torch.Tensor]:
     """By head: the norm of the gradient of the loss with respect to the predictions that require grad, in the dtype of
     the loss."""
     with_gradient = call.heads_with_gradient()
-    is_wanted = {name: [entry.requires_grad for entry in call.predictions[name]] for name in with_gradient}
-    entries = {name: [_constant(entry).to(call.dtype) for entry in call.predictions[name]] for name in with_gradient}
-
-    def loss(predictions: dict[str, list[torch.Tensor]]) -> torch.Tensor:
-        own = replace(call, predictions={**call.predictions, **predictions})
-        shares = _shares(own, {name: _per_step(name, own) for name in with_gradient}, per_sample)
-        return _sum(shares.values()).sum()
-
     if not with_gradient:
         return {}
+    entries = {name: [_constant(block.prediction) for block in blocks[name]] for name in with_gradient}
+
+    def loss(predictions: dict[str, list[torch.Tensor]]) -> torch.Tensor:
+        own = {
+            name: [block._replace(prediction=entry) for block, entry in zip(blocks[name], listed, strict=True)]
+            for name, listed in predictions.items()
+        }
+        per_step = {name: _per_step(name, call, listed) for name, listed in own.items()}
+        return _sum(_shares(call, own, per_step, per_sample).values()).sum()
+
     gradients = _gradient(loss, entries)
-    return {name: _norm(list(itertools.compress(gradients[name], is_wanted[name]))) for name in with_gradient}
+    return {
+        name: _norm(list(itertools.compress(gradients[name], [block.wants_gradient for block in blocks[name]])))
+        for name in with_gradient
+    }
 
 
 def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -128,8 +196,9 @@ def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     dtype, widest = tensors[0].dtype, _context.widest(tensors[0].device)
     if dtype == widest:
         return norm_of(torch.cat([tensor.flatten() for tensor in tensors]).abs(), 2.0)
-    norms = torch.stack([torch.linalg.vector_norm(tensor, dtype=widest) for tensor in tensors])
-    norm: torch.Tensor = torch.linalg.vector_norm(norms)
+    # First by row: a compiler adds the squares of a row where it computes the row.
+    rows = [torch.linalg.vector_norm(tensor.unsqueeze(-1).flatten(1), dim=1, dtype=widest) for tensor in tensors]
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.cat(rows))
     return norm.to(dtype)
 
 
@@ -165,13 +234,15 @@ def _constant(entry: torch.Tensor) -> torch.Tensor:
     return entry.detach()
 
 
-def _largest_logit(name: str, call: Call) -> torch.Tensor:
+def _largest_logit(name: str, call: Call, blocks: list[_Block]) -> torch.Tensor:
     """The largest magnitude of finite logits among unmasked entries."""
     largest = []
-    for step, entry in enumerate(call.predictions[name], call.heads[name].first_step):
-        entry = entry.detach().to(call.dtype).flatten(1)
-        magnitudes = torch.where(entry.isfinite() & _unmasked(name, call)[:, step : step + 1], entry.abs(), 0.0)
-        largest.append(magnitudes.amax(1))
+    for block in blocks:
+        magnitudes = block.prediction.detach().abs().flatten(1)
+        counts = magnitudes < torch.inf  # False for NaN
+        if name in call.weights.masks:
+            counts = counts & _unmasked_rows(name, call, block).unsqueeze(1)
+        largest.append(torch.where(counts, magnitudes, 0.0).amax(1))
     return torch.cat([*largest, largest[0].new_zeros(1)]).amax()  # a batch may be empty
 
 
@@ -204,28 +275,28 @@ def _divisor(name: str, call: Call) -> torch.Tensor | float:
     return 1.0
 
 
-def _per_step(name: str, call: Call) -> torch.Tensor:
-    """`[B, T_h]` losses without weights. A masked entry is replaced by ones (a class by 0) before its loss is
-    computed, so that neither its value nor its gradient can propagate."""
-    losses = []
-    head, mask = call.heads[name], call.weights.masks.get(name)
-    for t, (prediction, target) in enumerate(zip(call.predictions[name], call.targets[name], strict=True)):
-        prediction = prediction.to(call.dtype)
-        if target is not None and target.is_floating_point():
-            target = target.to(call.dtype)
-        if mask is None:
-            losses.append(entry_loss(head, prediction, target))
+def _per_step(name: str, call: Call, blocks: list[_Block]) -> torch.Tensor:
+    """`[B, T_h]` losses without weights. A masked entry is replaced by ones before its loss is computed, so that
+    neither its value nor its gradient can propagate."""
+    head, losses = call.heads[name], []
+    for block in blocks:
+        if name not in call.weights.masks:
+            losses.append(_LOSSES[head.kind](head, block.prediction, block.target))
             continue
-        unmasked = mask[:, head.first_step + t]
-        loss = entry_loss(head, _where(unmasked, prediction), None if target is None else _where(unmasked, target))
+        unmasked = _unmasked_rows(name, call, block)
+        target = None if block.target is None else _where(unmasked, block.target)
+        loss = _LOSSES[head.kind](head, _where(unmasked, block.prediction), target)
         losses.append(torch.where(unmasked, loss, 0.0))
-    return torch.stack(losses, 1)
+    return _by_step(call, blocks, losses)
+
+
+def _unmasked_rows(name: str, call: Call, block: _Block) -> torch.Tensor:
+    """Bool `[n * B]`, of a head with a mask."""
+    return torch.cat(call.weights.masks[name][:, block.steps].unbind(1))
 
 
 def _where(unmasked: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
     ones = torch.ones((), dtype=entry.dtype, device=entry.device)
-    if not entry.is_floating_point():
-        ones = ones - 1  # the first class
     return torch.where(unmasked.reshape(-1, *[1] * (entry.dim() - 1)), entry, ones)
 
 
@@ -254,34 +325,43 @@ def _by_sample(name: str, call: Call, weights: torch.Tensor) -> torch.Tensor:
     return torch.where(_unmasked(name, call)[:, call.heads[name].first_step :].any(1), weights, 0.0)
 
 
-def _detail(name: str, call: Call) -> torch.Tensor:
+def _detail(name: str, call: Call, blocks: list[_Block]) -> torch.Tensor:
     """`[B, T_h]` in the caller's dimension order: decoded predictions of a head with a support, or entropies."""
     head = call.heads[name]
-    entries = [entry.detach() for entry in call.predictions[name]]
+    predictions = [block.prediction.detach() for block in blocks]
     if head.detail == "expected":
-        details = [decode(entry, head.support) for entry in entries]  # type: ignore[attr-defined]
+        support: Bins = head.support  # type: ignore[attr-defined]
+        details = decoded(_by_step(call, blocks, [expectation(logits, support) for logits in predictions]), support)
     else:
-        log_probabilities = [entry.to(call.dtype).log_softmax(-1) for entry in entries]
-        details = [_cross_entropy(log_p, log_p.exp()) for log_p in log_probabilities]
-    return torch.stack(details, 1 if call.options.batch_first else 0).to(call.dtype)
+        log_probabilities = [logits.log_softmax(-1) for logits in predictions]
+        details = _by_step(call, blocks, [_cross_entropy(log_p, log_p.exp()) for log_p in log_probabilities])
+    return maybe_transposed(details, call.options.batch_first).to(call.dtype)
 
 
 # ---- The losses of the heads: [B] for one step ----------------------------------------------------------------------
 
 
-def _two_hot_loss(head: TwoHot, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return _cross_entropy(logits.log_softmax(-1), _smoothed(two_hot(target, head.support), head.label_smoothing))
+def _encoded(head: Head, target: torch.Tensor, prediction: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What the loss of a head compares predictions with, in the dtype of the loss: distributions, or transformed
+    scalars. `prediction` is an entry of the head."""
+    target = target.to(dtype) if target.is_floating_point() else _one_hot(target, prediction.shape[-1], dtype)
+    if isinstance(head, TwoHot):
+        return _smoothed(two_hot(target, head.support), head.label_smoothing)
+    if isinstance(head, HLGauss):
+        return hl_gauss(target, head.support, head.sigma_ratio)
+    if isinstance(head, SoftCrossEntropy):
+        return _smoothed(target, head.label_smoothing)
+    if isinstance(head, MeanSquaredError | Huber):
+        return transform(target, head.transform, 1e-3)
+    return target
 
 
-def _hl_gauss_loss(head: HLGauss, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return _cross_entropy(logits.log_softmax(-1), hl_gauss(target, head.support, head.sigma_ratio))
+def _categorical_loss(head: TwoHot | HLGauss, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return _cross_entropy(logits.log_softmax(-1), target)
 
 
 def _soft_cross_entropy_loss(head: SoftCrossEntropy, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     log_probabilities = logits.log_softmax(-1)
-    if not target.is_floating_point():
-        target = _one_hot(target, logits)
-    target = _smoothed(target, head.label_smoothing)
     loss = _cross_entropy(log_probabilities, target)
     if head.subtract_target_entropy:
         loss = loss + torch.special.xlogy(target, target).sum(-1)
@@ -292,7 +372,7 @@ def _soft_cross_entropy_loss(head: SoftCrossEntropy, logits: torch.Tensor, targe
 
 
 def _mean_squared_error_loss(head: MeanSquaredError, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return _mean_over_elements((prediction - transform(target, head.transform, 1e-3)).square())
+    return _mean_over_elements((prediction - target).square())
 
 
 def _mean_over_elements(losses: torch.Tensor) -> torch.Tensor:
@@ -301,9 +381,10 @@ def _mean_over_elements(losses: torch.Tensor) -> torch.Tensor:
 
 
 def _huber_loss(head: Huber, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    target = transform(target, head.transform, 1e-3)
-    delta = min(float(head.delta), torch.finfo(prediction.dtype).max)
-    return _mean_over_elements(torch.nn.functional.huber_loss(prediction, target, reduction="none", delta=delta))
+    delta = _context.operand(min(float(head.delta), torch.finfo(prediction.dtype).max), prediction)
+    difference = prediction - target
+    clipped = difference.clamp(-delta, delta)
+    return _mean_over_elements(clipped * (difference - clipped / 2))
 
 
 def _binary_cross_entropy_loss(head: BinaryCrossEntropy, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -313,7 +394,9 @@ def _binary_cross_entropy_loss(head: BinaryCrossEntropy, logits: torch.Tensor, t
 
 def _negative_cosine_loss(head: NegativeCosine, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     # In double precision, because the dtype of the loss may round `eps` to 0 or inf.
-    x, t = (_normalized(entry.to(_context.widest(entry.device)), head.eps) for entry in (prediction, target))
+    x, t = (entry.to(_context.widest(entry.device)) for entry in (prediction, target))
+    eps = _context.operand(head.eps, x)
+    x, t = _normalized(x, eps), _normalized(t, eps)
     return -(x * t).sum(-1).to(prediction.dtype)
 
 
@@ -340,7 +423,8 @@ def _categorical_kl_loss(head: CategoricalKL, logits: torch.Tensor, target: torc
     p = log_p.exp()
     # Where p is 0 its logarithm is -inf, whose gradient is NaN.
     divergence = _product(p, torch.where(p == 0, 0.0, log_p) - log_q).sum((-2, -1))
-    return torch.where(divergence < head.free_nats, float(head.free_nats), divergence)
+    free_nats = _context.operand(float(head.free_nats), divergence)
+    return torch.where(divergence < free_nats, free_nats, divergence)
 
 
 def _log_mixture(logits: torch.Tensor, unimix: float) -> torch.Tensor:
@@ -362,8 +446,8 @@ def _per_step_loss(head: PerStepLoss, prediction: torch.Tensor, target: None) ->
 
 
 _LOSSES: dict[str, Callable[[Any, torch.Tensor, Any], torch.Tensor]] = {
-    TwoHot.kind: _two_hot_loss,
-    HLGauss.kind: _hl_gauss_loss,
+    TwoHot.kind: _categorical_loss,
+    HLGauss.kind: _categorical_loss,
     SoftCrossEntropy.kind: _soft_cross_entropy_loss,
     MeanSquaredError.kind: _mean_squared_error_loss,
     Huber.kind: _huber_loss,
@@ -377,17 +461,21 @@ _LOSSES: dict[str, Callable[[Any, torch.Tensor, Any], torch.Tensor]] = {
 
 def entry_loss(head: Head, prediction: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
     """`[B]` losses of one head at one step."""
+    if target is not None:
+        target = _encoded(head, target, prediction, prediction.dtype)
     return _LOSSES[head.kind](head, prediction, target)
 
 
 def _product(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Multiply, with 0 times infinity being 0: an illegal action, with a logit of -inf, costs nothing where the target
-    is 0."""
-    return weight * torch.where((weight == 0) & ~x.isnan(), 0.0, x)
+    """Multiply, with 0 times infinity, or NaN, being 0: an illegal action, with a logit of -inf, costs nothing where
+    the target is 0."""
+    return weight * torch.where(weight == 0, 0.0, x)
 
 
 def _cross_entropy(log_probabilities: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return -_product(target, log_probabilities).sum(-1)
+    # Logits without a softmax have NaN for all logarithms. Their loss is NaN, also if all targets are 0.
+    first = log_probabilities[..., 0].detach()
+    return torch.where(first.isnan(), first, 0.0) - _product(target, log_probabilities).sum(-1)
 
 
 def _smoothed(target: torch.Tensor, label_smoothing: float) -> torch.Tensor:
@@ -396,15 +484,15 @@ def _smoothed(target: torch.Tensor, label_smoothing: float) -> torch.Tensor:
     return target * (1 - label_smoothing) + label_smoothing / target.shape[-1]
 
 
-def _one_hot(classes: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """One-hot rows in the shape and dtype of `logits`; a class out of range gives a row of NaN."""
-    actions = torch.arange(logits.shape[-1], device=logits.device)
-    chosen = (actions == classes.unsqueeze(-1)).to(logits.dtype)
-    valid = ((classes >= 0) & (classes < logits.shape[-1])).unsqueeze(-1)
+def _one_hot(classes: torch.Tensor, num_classes: int, dtype: torch.dtype) -> torch.Tensor:
+    """One-hot rows; a class out of range gives a row of NaN."""
+    actions = torch.arange(num_classes, device=classes.device)
+    chosen = (actions == classes.unsqueeze(-1)).to(dtype)
+    valid = ((classes >= 0) & (classes < num_classes)).unsqueeze(-1)
     return torch.where(valid, chosen, float("nan"))
 
 
-def _normalized(x: torch.Tensor, eps: float) -> torch.Tensor:
+def _normalized(x: torch.Tensor, eps: float | torch.Tensor) -> torch.Tensor:
     """x / max(|x|, eps) over the last dimension; the squares neither overflow nor underflow."""
     largest = x.detach().abs().amax(-1, keepdim=True).clamp(min=eps)
     scaled = x / largest

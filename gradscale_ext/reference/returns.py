@@ -17,13 +17,14 @@ from .._trajectories import (
     Discount,
     GeneralizedAdvantages,
     MuZeroTargets,
+    NStepTransitions,
     Trajectories,
     VTrace,
     check_trajectories,
-    check_window,
     result_dtype,
 )
-from .._window_values import check_targets, check_values
+from .._window_values import check_targets, check_values, horizons
+from .._windows import check_window
 
 Tensor = torch.Tensor
 
@@ -61,10 +62,11 @@ class _Steps:
         if call.next_values is not None:
             values, next_values = call.values, self._rows(call.next_values)
             values = None if values is None else self._rows(values)[:, : self.shape[1]]
-        else:
-            assert call.values is not None
+        elif call.values is not None:
             observations = self._rows(call.values)
             values, next_values = observations[:, :-1], observations[:, 1:]
+        else:
+            values, next_values = None, torch.zeros_like(rewards)
 
         def columns(matrix: Tensor, is_read: Tensor = live) -> tuple[Tensor, ...]:
             return torch.where(is_read, matrix.to(self.dtype), 0).unbind(1)
@@ -76,7 +78,7 @@ class _Steps:
         self.lambda_ = columns(self._coefficients(call.lambda_), live & ~cut)
         self.trace_lambda = columns(self._coefficients(call.lambda_))
         self.ratio = None if call.ratios is None else columns(self._rows(call.ratios.detach()))
-        self.live, self.cut = live.unbind(1), cut.unbind(1)
+        self.live, self.cut, self.terminated = live.unbind(1), cut.unbind(1), terminated.unbind(1)
         self.backwards = range(self.shape[1] - 1, -1, -1)
         self.zero = torch.zeros(self.shape[:1], dtype=self.dtype, device=self.device)
 
@@ -163,6 +165,38 @@ def n_step_returns(
             g = s.r[i] + times(s.discount[i], torch.where(s.cut[i], s.bootstrap[i], g))
         returns.append(g)
     return s.result(returns)
+
+
+def n_step_transitions(
+    rewards: Tensor,
+    *,
+    discount: Discount,
+    n: int,
+    terminated: Tensor | None = None,
+    truncated: Tensor | None = None,
+    mask: Tensor | None = None,
+    batch_first: bool = True,
+) -> NStepTransitions:
+    """``r_t + discount_t (r_{t+1} + ...)``, the product of the discounts, and m, of windows of m <= n steps."""
+    call = check_trajectories(
+        "n_step_transitions", rewards, None, None, discount, None, terminated, truncated, mask, batch_first, n=n
+    )
+    s = _Steps(call)
+    sums, products, counts = [], [], []
+    one = torch.ones_like(s.zero)
+    for t in s.backwards:
+        last = min(t + n, s.shape[1]) - 1
+        total, product, m = s.zero, one, torch.zeros_like(s.zero, dtype=torch.int64)
+        for i in range(last, t - 1, -1):
+            is_last = s.cut[i] if i < last else torch.ones_like(s.cut[i])
+            total = s.r[i] + times(torch.where(is_last, 0, s.discount[i]), total)
+            product = torch.where(is_last, s.discount[i], times(s.discount[i], product, one))
+            product = torch.where(s.terminated[i], 0, product)
+            m = torch.where(is_last, 0, m) + 1
+        sums.append(total)
+        products.append(product)
+        counts.append(m)
+    return NStepTransitions(s.result(sums), s.result(products), s.result(counts).long())
 
 
 def generalized_advantages(
@@ -296,7 +330,7 @@ def muzero_targets(
     root_values: Tensor,
     *,
     num_unroll_steps: int,
-    td_steps: int,
+    td_steps: int | Tensor,
     discount: Discount,
     lengths: Tensor | None = None,
     terminated: Tensor | None = None,
@@ -307,7 +341,7 @@ def muzero_targets(
     batch_first: bool = True,
     check: bool = False,
 ) -> MuZeroTargets:
-    """``z_j = sum_{i<m} discount^i s_{j,j+i} r_{j+i} + discount^m s_{j,j+m} nu_{j+m}``, m <= td_steps."""
+    """``z_j = sum_{i<m} discount^i s_{j,j+i} r_{j+i} + discount^m s_{j,j+m} nu_{j+m}``, m <= td_steps_j."""
     call = check_window(
         rewards,
         root_values,
@@ -338,6 +372,11 @@ def muzero_targets(
     gamma: Any = rows(call.discount)[:, 0] if is_matrix else call.discount  # type: ignore[arg-type]
     gamma = torch.as_tensor(gamma, dtype=dtype, device=r.device).detach().expand(size)
     row = torch.arange(size, device=r.device)
+    if isinstance(td_steps, Tensor):
+        n, longest = horizons(td_steps, batch_first).clamp(max=moves).expand(size, num_unroll_steps + 1), moves
+    else:
+        longest = min(td_steps, moves)
+        n = torch.full((size, num_unroll_steps + 1), longest, device=r.device)
 
     def seen(x: Tensor, i: Tensor, j: int) -> Tensor:
         """``s_{j,i} x_i``: entry i of x, from the perspective of the player to move at j."""
@@ -348,9 +387,9 @@ def muzero_targets(
         if j > moves:
             values.append(torch.zeros_like(gamma))
             continue
-        last = torch.minimum(length, torch.as_tensor(j) + min(td_steps, moves)).clamp(min=j)  # j + m
+        last = torch.minimum(length, j + n[:, j]).clamp(min=j)  # j + m
         z = torch.where((last == length) & is_over, 0, seen(nu, last, j))
-        for i in range(min(j + td_steps, moves) - 1, j - 1, -1):
+        for i in range(min(j + longest, moves) - 1, j - 1, -1):
             z = torch.where(i < last, seen(r, torch.full_like(row, i), j) + times(gamma, z), z)
         values.append(torch.where(j <= length, z, 0))
     steps = torch.arange(num_unroll_steps + 1, device=r.device)

@@ -44,13 +44,15 @@ def raw_centers(support: Bins, dtype: torch.dtype, device: torch.device | None =
 
 def two_hot(x: torch.Tensor, support: Bins) -> torch.Tensor:
     """`[..., S]` distributions with mass on the two bins next to the scalars `[...]`."""
-    bin, upper_weight = (found.unsqueeze(-1) for found in _two_bins(_widest(x), support))
-    zeros = torch.zeros((*x.shape, support.num_bins), dtype=widened(x).dtype, device=x.device)
-    weights = 1 - upper_weight, upper_weight
-    lower, upper = (weight.to(zeros.dtype) for weight in weights)
-    encoded = zeros.scatter(-1, bin, lower).scatter(-1, bin + 1, upper)
-    # A NaN scalar gives a row of NaN: its two weights are NaN already, the other bins are set here.
-    return torch.where(upper_weight.isnan(), float("nan"), encoded).to(x.dtype)
+    lower, upper_weight = _two_bins(_widest(x), support)
+    # Inductor stores what it stacks or concatenates, and would compute anything else again in the loop over bins.
+    dtype = widened(x).dtype if support.num_bins <= 2**24 else lower.dtype  # float32 counts to 2**24
+    stored = torch.stack([lower, 1 - upper_weight, upper_weight], -1).to(dtype).unsqueeze(-2)
+    lower, lower_weight, upper_weight = stored.unbind(-1)
+    bins = _stored(torch.arange(support.num_bins, dtype=dtype, device=x.device))
+    others = upper_weight - upper_weight  # 0, or NaN for a NaN scalar
+    encoded = torch.where(bins == lower, lower_weight, torch.where(bins == lower + 1, upper_weight, others))
+    return encoded.to(x.dtype)
 
 
 def project(probabilities: torch.Tensor, rewards: torch.Tensor, discounts: torch.Tensor, support: Bins) -> torch.Tensor:
@@ -60,7 +62,8 @@ def project(probabilities: torch.Tensor, rewards: torch.Tensor, discounts: torch
     dtype = torch.float64 if is_wide else torch.float32
     wide = _context.widest(p.device)
     atoms = reward.to(wide).unsqueeze(-1) + discount.to(wide).unsqueeze(-1) * raw_centers(support, wide, p.device)
-    bin, upper_weight = _two_bins(atoms, support)
+    lower, upper_weight = _two_bins(atoms, support)
+    bin = lower.long()
     mass = p.to(wide)
     projected = torch.zeros_like(atoms).scatter_add(-1, bin, mass * (1 - upper_weight))
     projected = projected.scatter_add(-1, bin + 1, mass * upper_weight)
@@ -69,19 +72,19 @@ def project(probabilities: torch.Tensor, rewards: torch.Tensor, discounts: torch
 
 
 def _two_bins(x: torch.Tensor, support: Bins) -> tuple[torch.Tensor, torch.Tensor]:
-    """The lower of the two bins next to each scalar, and the weight of the upper bin (NaN for a NaN scalar)."""
+    """The index of the lower of the two bins next to each scalar, in the dtype of `x`, and the weight of the upper bin
+    (NaN for a NaN scalar)."""
     raw = _clamped_to_finite(x)
     y = _transformed(x, support)
     last_bin = support.num_bins - 1
     position = ((y - support.minimum) * (last_bin / (support.maximum - support.minimum))).clamp(0, last_bin)
     lower = position.detach().nan_to_num(0).floor().clamp(max=last_bin - 1)
-    bin = lower.long()
     if support.space == "raw":
-        values = raw_centers(support, y.dtype, x.device)
+        bin, values = lower.long(), raw_centers(support, y.dtype, x.device)
         upper_weight = ((raw - values[bin]) / (values[bin + 1] - values[bin])).clamp(0, 1)
     else:
         upper_weight = position - lower
-    return bin, upper_weight
+    return lower, upper_weight
 
 
 def hl_gauss(x: torch.Tensor, support: Bins, sigma_ratio: float) -> torch.Tensor:
@@ -106,22 +109,30 @@ def _mass_between(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
 
 def decode(logits: torch.Tensor, support: Bins) -> torch.Tensor:
     """Scalars `[...]` that logits `[..., S]` predict: the expectation over the support, transformed back."""
-    probabilities = widened(logits).softmax(-1)
-    raw = support.space == "raw"
-    values = (raw_centers if raw else centers)(support, probabilities.dtype, logits.device)
-    # Bins at equal distance from the middle are added in pairs, p c + p' c' = (p - p') c + p' (c + c') for |c| <= |c'|:
-    # a small centre is not lost next to a large one, and equal p over a symmetric support give exactly 0.
-    pairs = support.num_bins // 2
-    p, other = probabilities[..., :pairs], probabilities[..., -pairs:].flip(-1)
-    center, opposite = values[:pairs], values[-pairs:].flip(-1)
-    is_smaller = center.abs() <= opposite.abs()
-    smaller = torch.where(is_smaller, center, opposite)
-    difference = torch.where(is_smaller, p - other, other - p)
-    larger_rest = torch.where(is_smaller, other, p)
-    expected = (difference * smaller + larger_rest * (center + opposite)).sum(-1)
-    if support.num_bins % 2:
-        expected = expected + probabilities[..., pairs] * values[pairs]
-    return expected if raw else inverse_transform(expected, support.transform, support.eps)
+    return decoded(expectation(logits, support), support)
+
+
+def expectation(logits: torch.Tensor, support: Bins) -> torch.Tensor:
+    """Expectations `[...]` over the support, in the coordinates of its `space`."""
+    x, of = widened(logits), raw_centers if support.space == "raw" else centers
+    # A power of two keeps sums of the largest centres finite.
+    factor = 0.5 ** support.num_bins.bit_length()
+    values = _stored(of(support, x.dtype, logits.device) * factor)
+    most, least = x.detach().amax(-1, keepdim=True), x.detach().amin(-1, keepdim=True)
+    weights, least = (x - most).exp(), (least - most).exp()
+    # The least weight is the same for all bins, so that its share of a symmetric support is exactly 0.
+    share = least.squeeze(-1) * (values + values.flip(-1)).sum() / 2
+    return (((weights - least) * values).sum(-1) + share) / weights.sum(-1) / factor
+
+
+def decoded(expected: torch.Tensor, support: Bins) -> torch.Tensor:
+    """The raw values of expectations."""
+    return expected if support.space == "raw" else inverse_transform(expected, support.transform, support.eps)
+
+
+def _stored(values: torch.Tensor) -> torch.Tensor:
+    """The same values, as a tensor that Inductor stores: see `two_hot`."""
+    return torch.cat([values[:1], values[1:]])
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:

@@ -152,10 +152,17 @@ def _returns(function: str, gradient: bool, batch: int, **options: float) -> tup
     return lambda: torch.autograd.grad(results, inputs, gradients), units
 
 
-def _muzero_targets(batch: int) -> tuple[Call, float]:
+def _transitions(batch: int) -> tuple[Call, float]:
+    data, units = _trajectories(batch, 128)
+    given = {name: data[name] for name in ("rewards", "terminated", "truncated")}
+    return partial(gs.n_step_transitions, **given, discount=0.99, n=5), units
+
+
+def _muzero_targets(batch: int, by_row: bool = False) -> tuple[Call, float]:
     unroll_steps, n = 5, 10
     rewards, values = torch.randn(batch, unroll_steps + n), torch.randn(batch, unroll_steps + n + 1)
-    options = {"num_unroll_steps": unroll_steps, "td_steps": n, "discount": 0.997}
+    td_steps = torch.full((batch,), n) if by_row else n
+    options = {"num_unroll_steps": unroll_steps, "td_steps": td_steps, "discount": 0.997}
     return partial(gs.muzero_targets, rewards, values, **options), batch
 
 
@@ -207,7 +214,17 @@ def _returns_cases() -> list[Case]:
             issue=2.2,
             in_flight=6_000,
         ),
+        of("n-step transitions, T 128", _transitions, 22, budget=400, batch=512, issue=2.2, in_flight=6_000),
         Case("MuZero targets, K 5, n 10, fp32", _muzero_targets, 180, 145, 2048, issue=4.5, in_flight=18_000),
+        Case(
+            "MuZero targets, K 5, n 10 by row, fp32",
+            partial(_muzero_targets, by_row=True),
+            188,
+            150,
+            2048,
+            issue=4.5,
+            in_flight=18_000,
+        ),
     ]
 
 

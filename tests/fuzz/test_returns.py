@@ -184,12 +184,41 @@ def test_returns(case: Case) -> None:
     watched.check(case.function)
 
 
+@fuzz(cases(), examples=80)
+def test_n_step_transitions(case: Case) -> None:
+    n = case.n if case.steps <= 130 else min(case.n, 40)  # the reference takes n steps for each result
+    case = dataclasses.replace(case, function="n_step_returns", observations=False, n=n)
+    data, options = case.tensors(), case.options()
+    given = {name: data[name] for name in ("rewards", "discount", *FLAGS)}
+    watched = Watched(*given.values())
+    found = []
+    for module in (gs, gs.reference):
+        wide = {name: value.double() if _is_floating(value) else value for name, value in given.items()}
+        arguments = given if module is gs else wide
+        arguments = arguments | {"rewards": arguments["rewards"].detach().requires_grad_()}
+        parts = module.n_step_transitions(**arguments, **options)
+        weights = torch.linspace(-1, 2, parts.steps.numel()).view(parts.steps.shape).to(parts.rewards.dtype)
+        gradients = torch.autograd.grad(parts.rewards, arguments["rewards"], weights) if parts.steps.numel() else ()
+        found.append((*parts, *gradients))
+    is_double = any(_is_floating(given[name]) and given[name].dtype == F64 for name in ("rewards", "discount"))
+    assert [part.dtype for part in found[0][:3]] == [F64 if is_double else F32] * 2 + [torch.int64]
+    tolerance = 1e-9 if is_double else 3e-5
+    for ours, expected in zip(*found, strict=True):
+        eps = torch.finfo(ours.dtype).eps if ours.is_floating_point() else 0.0
+        assert_near(ours.detach(), expected.detach().double(), max(tolerance, eps))
+    assert torch.equal(found[0][2], found[1][2])
+    watched.check("n_step_transitions")
+
+
 @dataclass(frozen=True)
 class WindowCase(Described):
     rows: int = 3
     moves: int = 6
     unroll_steps: int = 4
     td_steps: int = 3
+    horizons: str = "number"
+    """The form of `td_steps`: "number", "rows", or "entries" (of rows and unroll steps). Tensors hold numbers around
+    it, and some of less than 1."""
     batch_first: bool = True
     has_lengths: bool = True
     player_dtype: torch.dtype | None = None
@@ -227,6 +256,10 @@ class WindowCase(Described):
             arrays["root_reward"] = g.standard_normal(self.rows)
         if self.discount == "rows":
             arrays["discount"] = g.uniform(-1, 1, (self.rows, 1))
+        if self.horizons != "number":
+            shape = (self.rows, self.unroll_steps + 1) if self.horizons == "entries" else (self.rows,)
+            arrays["td_steps"] = g.integers(-1, 3, shape) + self.td_steps
+            arrays["td_steps"][-1] = self.td_steps  # the row with a third player
         return arrays
 
     def tensors(self) -> dict[str, Any]:
@@ -252,7 +285,7 @@ class WindowCase(Described):
         for b in range(self.rows):
             row = {name: x[b] if x.ndim else x for name, x in exact.items()}
             length, gamma = int(row.get("lengths", self.moves)), float(row["discount"].item())
-            n = min(self.td_steps, self.moves + 1)
+            n = np.minimum(row.get("td_steps", self.td_steps), self.moves + 1)
             own = (row.get("to_play"), self.horizon, row.get("root_reward"))
             over = bool(row["terminated"])
             rows.append(muzero_row(row["rewards"], row["root_values"], length, over, self.unroll_steps, n, gamma, *own))
@@ -265,6 +298,7 @@ _windows = product(
     moves=(6, 1, 11, 0),
     unroll_steps=(4, 0, 1, 12),
     td_steps=(3, 1, 7, 10**12),
+    horizons=("number", "rows", "entries"),
     batch_first=(True, False),
     has_lengths=(True, True, False),
     player_dtype=(None, torch.int64, torch.int8, torch.bool),
@@ -290,7 +324,8 @@ def window_cases(draw: st.DrawFn) -> WindowCase:
 @fuzz(window_cases(), examples=120)
 def test_muzero_targets(case: WindowCase) -> None:
     given = case.tensors()
-    steps: dict[str, Any] = {"num_unroll_steps": case.unroll_steps, "td_steps": case.td_steps}
+    steps: dict[str, Any] = {"num_unroll_steps": case.unroll_steps}
+    steps |= {"td_steps": case.td_steps} if case.horizons == "number" else {}
     steps |= {"reward": "value_prefix", "prefix_horizon": case.horizon} if case.horizon else {}
     watched = Watched(*given.values())
     is_double = any(_is_floating(value) and value.dtype == F64 for value in given.values())

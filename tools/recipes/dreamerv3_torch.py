@@ -149,7 +149,7 @@ def _side(models: Any, settings: Any) -> Side:
         logged = ("dyn", "rep", "reward", "cont", *VECTORS, "actor", "value")
         return {name: found[name] for name in ("loss", "kl", *(f"{name}_loss" for name in logged))}
 
-    return Side(step, optimizers, _loss_alone(models, model, settings))
+    return Side(step, optimizers, _loss_alone(models, model, settings), [model, behavior])
 
 
 def _loss_alone(models: Any, model: Any, settings: Any) -> Any:

@@ -130,7 +130,8 @@ def _side(policy_class: Any) -> Side:
     policy._init_learn()
     policy._collect_mcts_temperature = policy.collect_epsilon = 0.0
 
-    return Side(lambda data: _reported(policy._forward_learn(data)), [policy._optimizer], _loss_alone(policy))
+    step = lambda data: _reported(policy._forward_learn(data))
+    return Side(step, [policy._optimizer], _loss_alone(policy), [policy._model])
 
 
 def _reported(found: dict[str, Any]) -> dict[str, Any]:

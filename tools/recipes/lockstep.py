@@ -21,11 +21,13 @@ class Side:
         step: runs one learner step on a batch, and returns what it reports, such as the loss and priorities.
         optimizers: the optimizers of `step`. Their parameters are the weights that are compared.
         loss: runs the loss alone, forward and backward, on given predictions, and returns these with their gradients.
+        modules: the modules that `step` changes.
     """
 
     step: Callable[[Any], Mapping[str, Any]]
     optimizers: Sequence[torch.optim.Optimizer]
     loss: Callable[[], Sequence[torch.Tensor]]
+    modules: Sequence[torch.nn.Module] = ()
 
     def weights(self) -> list[torch.Tensor]:
         return [parameter.detach() for optimizer in self.optimizers for parameter in _stepped(optimizer)]

@@ -77,7 +77,7 @@ def _side(trainer_class: Any, start: dict[str, Any], config: Any) -> Side:
         names = ("priorities", "loss", "logged value", "logged reward", "logged policy")
         return dict(zip(names, trainer.update_weights(data), strict=True))
 
-    return Side(step, [trainer.optimizer], _loss_alone(trainer_class, config))
+    return Side(step, [trainer.optimizer], _loss_alone(trainer_class, config), [trainer.model])
 
 
 def _loss_alone(trainer_class: Any, config: Any) -> Any:

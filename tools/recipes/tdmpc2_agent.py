@@ -109,7 +109,7 @@ def _side(agent_class: Any) -> Side:
         kept = ("total_loss", "pi_loss", "consistency_loss", "reward_loss", "value_loss", "termination_loss")
         return {"loss" if name == "total_loss" else name: found[name] for name in kept}
 
-    return Side(step, [agent.optim, agent.pi_optim], _loss_alone(agent_class))
+    return Side(step, [agent.optim, agent.pi_optim], _loss_alone(agent_class), [agent])
 
 
 def _loss_alone(agent_class: Any) -> Any:
