@@ -8,6 +8,7 @@ from .call.output import MultiStepLossOutput
 from .capture.diagnosis import diagnose_capture
 from .capture.report import CaptureDiagnosis, CaptureFinding
 from .capture.step import CapturedStep
+from .completed_q import completed_q_policy
 from .diagnosis.diagnosis import diagnose_gradients
 from .diagnosis.report import Finding, GradientDiagnosis
 from .diagnosis.tracer import GradientTracer
@@ -36,9 +37,11 @@ from .heads import (
     SoftCrossEntropy,
     TwoHot,
 )
-from .loss.multi_step import MultiStepLoss, empty_cache, multi_step_loss, reduce_multi_step
+from .loss.multi_step import MultiStepLoss, empty_cache, multi_step_loss
 from .loss.priorities import priorities
+from .loss.reduce import reduce_multi_step
 from .monitor.monitor import GradientMonitor
+from .normalization import ReturnScale, standardize
 from .returns import (
     generalized_advantages,
     lambda_returns,
@@ -80,6 +83,7 @@ __all__ = [
     "NormalizeGradient",
     "PerStepLoss",
     "QuantileHuber",
+    "ReturnScale",
     "ReverseGradient",
     "ScaleGradient",
     "SoftCrossEntropy",
@@ -89,6 +93,7 @@ __all__ = [
     "clip_gradient_norm",
     "clip_gradient_value",
     "clip_gradients_",
+    "completed_q_policy",
     "diagnose_capture",
     "diagnose_gradients",
     "empty_cache",
@@ -109,6 +114,7 @@ __all__ = [
     "scale_gradient",
     "signed_hyperbolic",
     "signed_parabolic",
+    "standardize",
     "symexp",
     "symlog",
     "unroll",

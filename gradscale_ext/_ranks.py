@@ -61,3 +61,29 @@ def _says_no_answer(error: RuntimeError) -> bool:
     """True if an error is about other ranks. Gloo raises plain RuntimeErrors; GPU errors have their own types."""
     about_ranks = type(error) is RuntimeError or isinstance(error, torch.distributed.DistError)
     return about_ranks and _NO_ANSWER.search(str(error)) is not None
+
+
+def is_mapped() -> bool:
+    """Return True inside of torch.func.vmap, also while torch.compile traces one."""
+    levels = torch._C._functorch.get_interpreter_stack() or []
+    return any([level.key() == torch._C._functorch.TransformType.Vmap for level in levels])
+
+
+is_mapped._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def refuse_vmap(function: str) -> None:
+    """Refuse collectives inside of torch.func.vmap, which uses their results before they have arrived."""
+    if is_mapped():
+        raise NotImplementedError(
+            f"{function}: process_group cannot be given inside of torch.func.vmap, which does not wait for other "
+            "ranks; make a call for one example after the other, outside of vmap"
+        )
+
+
+def gathered(function: str, tensor: torch.Tensor, group: str, size: int) -> torch.Tensor:
+    """The tensors of all ranks, which have equal shapes, one after the other along the first dimension."""
+    refuse_vmap(function)
+    collectives = torch.ops._c10d_functional
+    with waiting(function) if _context.is_eager() else contextlib.nullcontext():
+        return collectives.wait_tensor(collectives.all_gather_into_tensor(tensor, size, group))  # type: ignore[no-any-return]

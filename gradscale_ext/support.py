@@ -97,6 +97,19 @@ class Support:
         return cls(-limit, limit, 2 * int(limit) + 1)
 
     @classmethod
+    def linear(cls, minimum: float, maximum: float, num_bins: int) -> Support:
+        """Centres that are raw values, equally spaced over ``minimum..maximum``: no transform, as in C51 (Bellemare et
+        al. 2017) and for HL-Gauss critics.
+
+        Raises:
+            ValueError: an argument is out of range.
+
+        >>> Support.linear(-10, 10, 51).centers()[:3]
+        tensor([-10.0000,  -9.6000,  -9.2000])
+        """
+        return cls(minimum, maximum, num_bins, transform="identity")
+
+    @classmethod
     def dreamer_v3(cls) -> Support:
         """DreamerV3's support: 255 bins, symexp of -20 to 20, interpolated in raw space (Hafner et al. 2023)."""
         return cls(-20, 20, 255, "symlog", space="raw")

@@ -312,6 +312,19 @@ def test_head_weights(options, grad_output, dtype, device):
         check_close(a, b, torch.float32, what="gradient of a head weight")
 
 
+@pytest.mark.parametrize("reduction", ["mean", "valid_mean"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_num_entries(masked, reduction, device):
+    """Counts as numbers, as tensors of each type, and of 0; one head keeps its own."""
+    heads = {name: heads_of(33)[name] for name in ("two_hot", "policy", "own", "end")}
+    predictions, targets = inputs_of(heads, 33, batch=5, steps=3)
+    mask = torch.rand(5, 3, generator=torch.Generator().manual_seed(3)) < 0.7
+    options = {"mask": mask if masked else {"two_hot": mask}, "reduction": reduction}
+    for counts in ((7, torch.tensor(11), torch.tensor(2.5)), (torch.tensor(0), torch.tensor(3.0).double(), 0.5)):
+        given = {"num_entries": dict(zip(("two_hot", "policy", "own"), counts, strict=True))}
+        check(heads, predictions, targets, device, torch.float32, grad_output=0.5, **options, **given)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("grad_output", [1.0, 65536.0, -0.5, 0.0, [1.0, 65536.0, -0.5, 0.0]], ids=str)
 def test_grad_output(grad_output, dtype, device):

@@ -292,6 +292,45 @@ def priorities_of_mixtures(rank: int) -> None:
 
 
 @check
+def normalization_of_mixtures(rank: int) -> None:
+    torch.manual_seed(0)
+    x, mask, g = random(B, T), torch.rand(B, T) < 0.6, random(B, T)
+    leaf = x.clone().requires_grad_()
+    expected = gs.standardize(leaf, mask=mask)
+    expected.backward(g)
+    scale = gs.ReturnScale(decay=0.5, minimum=0.1)(x, mask)
+    for one, other in itertools.product((None, *PLACEMENTS, Shard(1)), (None, *PLACEMENTS)):
+        given, flags = spread(x.clone().requires_grad_(), one), spread(mask, other)
+        found = gs.standardize(given, mask=flags)
+        assert isinstance(found, DTensor) == (one is not None)
+        assert_same(found, expected)
+        found.backward(g if one is None else spread(g, Replicate()))
+        assert_same(given.grad, leaf.grad)
+        module = gs.ReturnScale(decay=0.5, minimum=0.1)
+        assert_same(module(given, flags), scale)
+        assert_same(given / module(given, flags), x / module.scale)
+    given = spread(x, Shard(0))
+    module = gs.ReturnScale(process_group=dist.group.WORLD)
+    with pytest.raises(ValueError, match=r"^standardize: process_group cannot .* x.to_local\(\)$"):
+        gs.standardize(given, process_group=dist.group.WORLD)
+    with pytest.raises(ValueError, match=r"^ReturnScale: process_group cannot .* returns.to_local\(\)$"):
+        module(given)
+
+
+@check
+def policies_of_completed_values(rank: int) -> None:
+    torch.manual_seed(0)
+    given = [random(B, T), random(B, T), torch.randint(3, (B, T)), random(B)]
+    expected = gs.completed_q_policy(*given)
+    for one, other in itertools.product((None, *PLACEMENTS), repeat=2):
+        kinds = (one, other, other, one)
+        tensors = [spread(tensor, kind) for tensor, kind in zip(given, kinds, strict=True)]
+        found = gs.completed_q_policy(*tensors)
+        assert isinstance(found, DTensor) == (one is not None)
+        assert_same(found, expected)
+
+
+@check
 def l2_loss_of_mixtures(rank: int) -> None:
     """The loss is a plain scalar, and its sum with another loss has the right gradients."""
     torch.manual_seed(0)

@@ -1046,6 +1046,13 @@ def test_module():
         "policy": gs.SoftCrossEntropy(),
     }
     assert "value=TwoHot(" in repr(loss_fn)
+    assert gs.MultiStepLoss.muzero(SUPPORT, 0.25, root_reward=True).heads == loss_fn.heads
+    assert gs.MultiStepLoss.muzero(SUPPORT, 0.25, root_reward=False).heads == {
+        **loss_fn.heads,
+        "reward": gs.TwoHot(SUPPORT, first_step=1),
+    }
+    with pytest.raises(TypeError, match=r"^MultiStepLoss.muzero: root_reward must be True or False"):
+        gs.MultiStepLoss.muzero(root_reward=torch.zeros(2))
     assert gs.MultiStepLoss.muzero().heads["value"].support.num_bins == 601
     x = torch.randn(2, 4, requires_grad=True)
     values = [torch.randn(2, 11)]
@@ -1076,7 +1083,10 @@ def test_muzero_targets_without_the_reward_of_the_root(batch_first):
     message = r"target of head 'reward' must have 3 entries .*has 2; .*muzero_targets, pass root_reward= to it, or.*"
     with pytest.raises(ValueError, match=message + "first_step=1"):
         loss()
-    assert loss(root_reward=torch.zeros(2)).isfinite()
+    with_root = loss(root_reward=torch.zeros(2))
+    loss_fn = gs.MultiStepLoss.muzero(SUPPORT, root_reward=False)
+    predictions["reward"] = predictions["reward"][:, 1:] if batch_first else predictions["reward"][1:]
+    torch.testing.assert_close(loss(), with_root - math.log(11))  # uniform predictions: log S for each entry
 
 
 def test_a_head_may_be_called_self():

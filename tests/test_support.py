@@ -154,6 +154,14 @@ def test_presets():
     assert gs.Support.dreamer_v3() == gs.Support(-20, 20, 255, "symlog", space="raw")
     assert gs.Support.tdmpc2() == gs.Support(-10, 10, 101, "symlog")
     assert gs.Support.muzero(10) == gs.Support(-10, 10, 21)
+    linear = gs.Support.linear(-5, 5, 11)
+    assert linear == gs.Support(-5, 5, 11, "identity")
+    assert torch.equal(linear.centers(), torch.arange(-5.0, 6.0))
+    top = 1e4 * torch.nn.functional.one_hot(torch.tensor(10), 11)
+    assert linear.decode(top) == 5
+    assert gs.Support(-5, 5, 11).decode(top).item() == pytest.approx(34.6, abs=0.05)  # h⁻¹(5)
+    with pytest.raises(ValueError, match="minimum < maximum"):
+        gs.Support.linear(1, 1, 3)
     for limit in (2.5, 0, -3, INF, "a"):
         with pytest.raises(ValueError, match="limit must be an integer"):
             gs.Support.muzero(limit)

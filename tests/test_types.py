@@ -45,6 +45,10 @@ assert_type(gs.multi_step_loss(heads, predictions, targets).loss, torch.Tensor)
 assert_type(gs.ScaleGradient(0.5)(State(out.loss, out.loss)), State)
 assert_type(gs.ClipGradientNorm(1.0)(out.loss), torch.Tensor)
 assert_type(gs.scale_gradient([out.loss], 0.5), list[torch.Tensor])
+assert_type(gs.standardize(out.loss), torch.Tensor)
+assert_type(gs.ReturnScale()(out.loss), torch.Tensor)
+assert_type(gs.MultiStepLoss.muzero(root_reward=False), gs.MultiStepLoss)
+assert_type(loss_fn(predictions, targets, num_entries={"value": 8}), gs.MultiStepLossOutput)
 norm: float = float(gs.clip_gradients_([torch.zeros(2)], 1.0))
 """
 

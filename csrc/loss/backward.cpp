@@ -106,6 +106,9 @@ py::object written(const StepNumbers& numbers) {
 py::object written(const HeadWeight& weight) {
   return weight.tensor.defined() ? py::cast(weight.tensor) : py::object(py::float_(weight.number));
 }
+py::object written(const NumEntries& entries) {
+  return entries.number == 0 ? written(entries.tensor) : py::object(py::float_(entries.number));
+}
 template <class T>
 py::object written(const ByHead<T>& by_head) {
   py::list list;

@@ -3,6 +3,7 @@
 #include "../cuda/driver.h"
 #include "../torch/gradient_pool.h"
 #include "../torch/tensor_element.h"
+#include "checks.h"
 
 #include <ATen/TensorGeometry.h>
 #include <ATen/ops/empty.h>
@@ -21,159 +22,6 @@ namespace {
 #define GRADSCALE_NUMBER_OF_HEAD(type, name) GRADSCALE_NUMBER(Head, name),
 constexpr Number<Head> kNumbers[] = {GRADSCALE_NUMBERS_OF_HEADS(GRADSCALE_NUMBER_OF_HEAD)};
 #undef GRADSCALE_NUMBER_OF_HEAD
-
-// The number of steps: the size of the step dimension, or the number of tensors.
-int64_t steps_of(const Entries& entries, bool batch_first) {
-  if (!entries.stacked) {
-    return static_cast<int64_t>(entries.tensors.size());
-  }
-  const at::Tensor& tensor = entries.tensors[0];
-  return tensor.dim() < 2 ? 0 : tensor.size(batch_first ? 1 : 0);
-}
-
-// Checks that the shapes and types of a call's tensors agree with each other and with the forms of the heads.
-class Checks {
- public:
-  explicit Checks(const Call& call) : heads_(*call.heads), call_(call) {
-  }
-
-  bool all() const {
-    for (size_t h = 0; h < heads_.size(); ++h) {
-      if (!head(h)) {
-        return false;
-      }
-    }
-    return each(call_.step_weights, [&](const StepNumbers& numbers) { return step_numbers(numbers); }) &&
-           each(call_.step_gradient_scale, [&](const StepNumbers& numbers) { return step_numbers(numbers); }) &&
-           each(call_.importance_weights, [&](const at::Tensor& weights) { return importance_weights(weights); }) &&
-           each(call_.mask, [&](const at::Tensor& mask) { return !mask.defined() || is_batch_by_steps(mask); }) &&
-           each(call_.head_weights, [&](const HeadWeight& weight) { return head_weight(weight); }) &&
-           (call_.head_weights.values.size() != 1 || heads_.size() == 1) && // each head has its own share
-           counts(call_.num_entries) && on_one_device() && signs_of_step_weights();
-  }
-
- private:
-  template <class T, class Predicate>
-  bool each(const ByHead<T>& by_head, Predicate predicate) const {
-    const std::vector<T>& values = by_head.values;
-    return (values.size() <= 1 || values.size() == heads_.size()) &&
-           std::all_of(values.begin(), values.end(), predicate);
-  }
-
-  bool head(size_t h) const {
-    const Entries& predictions = call_.predictions[h];
-    const Entries& targets = call_.targets[h];
-    const int64_t steps = call_.steps - heads_[h].first_step;
-    if (steps < 1 || steps_of(predictions, call_.batch_first) != steps ||
-        heads_.has_target(h) == targets.tensors.empty() ||
-        (heads_.has_target(h) && steps_of(targets, call_.batch_first) != steps)) {
-      return false;
-    }
-    if (predictions.tensors[0].dim() < predictions.leading_dims()) {
-      return false;
-    }
-    const at::IntArrayRef sizes = predictions.sizes(0);
-    const bool has_form = has_any_form(h, [=](const Form& form) { return has_dims(form.prediction_dims, sizes); });
-    return has_form && has_elements(sizes) && (!heads_[h].has_support() || sizes[0] == heads_[h].support.num_bins) &&
-           std::all_of(
-               predictions.tensors.begin(),
-               predictions.tensors.end(),
-               [&](const at::Tensor& tensor) {
-                 return has_element(tensor) && has_shape(tensor, predictions, sizes);
-               }) &&
-           std::all_of(targets.tensors.begin(), targets.tensors.end(), [&](const at::Tensor& tensor) {
-             return target(h, tensor, sizes);
-           });
-  }
-
-  static bool has_dims(int64_t dims, at::IntArrayRef sizes) {
-    return dims == static_cast<int64_t>(sizes.size());
-  }
-
-  static bool has_elements(at::IntArrayRef sizes) {
-    return std::all_of(sizes.begin(), sizes.end(), [](int64_t size) { return size >= 1; });
-  }
-
-  // True if a target has the dtype and the sizes of one of the head's forms, given the sizes of the prediction.
-  bool target(size_t h, const at::Tensor& tensor, at::IntArrayRef prediction_sizes) const {
-    const Entries& targets = call_.targets[h];
-    const bool classes = tensor.scalar_type() == at::kLong;
-    const int64_t leading = targets.leading_dims();
-    if (tensor.dim() < leading) {
-      return false;
-    }
-    const at::IntArrayRef sizes = tensor.sizes().slice(leading);
-    const bool has_form = has_any_form(h, [=](const Form& form) {
-      return form.classes == classes && has_dims(form.prediction_dims, prediction_sizes) &&
-             has_dims(form.target_dims, sizes) &&
-             (form.own_sizes ? has_elements(sizes) : sizes == prediction_sizes.slice(0, sizes.size()));
-    });
-    return has_form && (classes || has_element(tensor)) && has_shape(tensor, targets, sizes);
-  }
-
-  template <class Predicate>
-  bool has_any_form(size_t h, Predicate predicate) const {
-    const std::vector<Form>& forms = heads_.forms(h);
-    return std::any_of(forms.begin(), forms.end(), predicate);
-  }
-
-  // True if the tensor has the call's batch size, and these sizes after the batch and step dimensions.
-  bool has_shape(const at::Tensor& tensor, const Entries& entries, at::IntArrayRef sizes) const {
-    const int64_t leading = entries.leading_dims();
-    return tensor.dim() == leading + static_cast<int64_t>(sizes.size()) && tensor.sizes().slice(leading) == sizes &&
-           tensor.size(call_.batch_dim(entries)) == call_.batch;
-  }
-
-  bool is_batch_by_steps(const at::Tensor& tensor) const {
-    const int64_t batch_dim = call_.batch_dim();
-    return tensor.dim() == 2 && tensor.size(batch_dim) == call_.batch && tensor.size(1 - batch_dim) == call_.steps;
-  }
-
-  bool step_numbers(const StepNumbers& numbers) const {
-    if (numbers.tensor.defined()) {
-      return has_element(numbers.tensor) &&
-             (numbers.tensor.sizes() == at::IntArrayRef({call_.steps}) || is_batch_by_steps(numbers.tensor));
-    }
-    return numbers.numbers.empty() || static_cast<int64_t>(numbers.numbers.size()) == call_.steps;
-  }
-
-  bool importance_weights(const at::Tensor& weights) const {
-    return !weights.defined() || (has_element(weights) && weights.sizes() == at::IntArrayRef({call_.batch}));
-  }
-
-  // True if no head reads a negative number. The elements of tensors are not read here.
-  bool signs_of_step_weights() const {
-    const auto is_negative = [](double number) { return number < 0; };
-    for (size_t h = 0; h < heads_.size(); ++h) {
-      const std::vector<double>& numbers = call_.step_weights[h].numbers;
-      const int64_t first = numbers.empty() ? 0 : heads_[h].first_step;
-      if (std::any_of(numbers.begin() + first, numbers.end(), is_negative)) {
-        return false;
-      }
-    }
-    return true;
-  }
-
-  static bool head_weight(const HeadWeight& weight) {
-    return !weight.tensor.defined() || (has_element(weight.tensor) && weight.tensor.dim() == 0);
-  }
-
-  bool counts(const at::Tensor& tensor) const {
-    return !tensor.defined() || (tensor.scalar_type() == at::kDouble && tensor.is_contiguous() &&
-                                 tensor.sizes() == at::IntArrayRef({static_cast<int64_t>(heads_.size())}));
-  }
-
-  bool on_one_device() const {
-    const c10::Device device = call_.predictions[0].tensors[0].device();
-    bool same = true;
-    call_.each_tensor(
-        [&](const at::Tensor& tensor) { same = same && (!tensor.defined() || tensor.device() == device); });
-    return same;
-  }
-
-  const Heads& heads_;
-  const Call& call_;
-};
 
 // A weight in a tensor with these dimensions of samples and steps; -1: the tensor has no such dimension.
 StepWeight weight_of(const at::Tensor& tensor, int64_t batch_dim, int64_t step_dim) {
@@ -298,17 +146,24 @@ void Call::make_outputs() {
     segments += steps - (*heads)[h].first_step;
   }
   metrics = at::empty({segments, batch, 2}, sum_options.dtype(at::kDouble));
-  const auto is_defined = [](const at::Tensor& tensor) { return tensor.defined(); };
   if (on_device && nonfinite == Nonfinite::skip) {
     skipped = at::empty_like(outputs.per_sample);
   }
-  if (on_device && num_entries.defined()) {
-    divisors = num_entries;
-  } else if (
-      on_device && reduction == Reduction::valid_mean &&
-      std::any_of(mask.values.begin(), mask.values.end(), is_defined)) {
-    divisors = at::empty({num_heads}, sum_options.dtype(at::kDouble));
+  for (NumEntries& entries : num_entries.values) { // a kernel reads float64
+    entries.tensor = on_device && entries.tensor.defined() ? entries.tensor.to(at::kDouble) : entries.tensor;
   }
+  for (size_t h = 0; h < heads->size() && !counts.defined(); ++h) {
+    if (counts_on_device(h)) {
+      counts = at::empty({num_heads}, sum_options.dtype(at::kDouble));
+    }
+  }
+}
+
+// True if a kernel counts the unmasked entries of a head.
+bool Call::counts_on_device(size_t head) const {
+  const NumEntries& given = num_entries[head];
+  return on_device && reduction == Reduction::valid_mean && mask[head].defined() && given.number == 0 &&
+         !given.tensor.defined();
 }
 
 // Allocates a number per sample and step of a head. The steps of a sample are adjacent in memory, also in [T_h, B].
@@ -357,7 +212,7 @@ Pass Call::begin_pass() {
   pass.head_gradient_norms = slab(outputs.head_gradient_norms, 1);
   pass.max_abs_logit = slab(outputs.max_abs_logit, 1);
   pass.num_nonfinite = outputs.num_nonfinite.defined() ? outputs.num_nonfinite.mutable_data_ptr<int64_t>() : nullptr;
-  pass.counts_unmasked = divisors.defined() && !num_entries.defined();
+  pass.counts_unmasked = counts.defined();
   pass.skipped = slab(skipped, 1);
   return pass;
 }
@@ -384,9 +239,12 @@ void Call::add_coefficients(size_t h, Slab incoming) {
   coefficients.step_gradient_scale = step_weight(step_gradient_scale[h]);
   coefficients.importance_weights = weight_of(importance_weights[h], 0, -1);
   coefficients.mask = step_mask(h);
-  coefficients.factor = (*heads)[h].weight / divisor(h, coefficients.mask);
-  if (divisors.defined() && (num_entries.defined() || mask[h].defined())) {
-    coefficients.divisor = divisors.mutable_data_ptr<double>() + h;
+  coefficients.factor = (*heads)[h].weight / divisor_for(entries_of(h, coefficients.mask));
+  coefficients.counts_unmasked = counts_on_device(h);
+  if (coefficients.counts_unmasked) {
+    coefficients.entries = counts.mutable_data_ptr<double>() + h;
+  } else if (on_device && num_entries[h].tensor.defined()) {
+    coefficients.entries = const_cast<double*>(num_entries[h].tensor.const_data_ptr<double>());
   }
   coefficients.head_weight_number = head_weights[h].number;
   coefficients.head_weight_tensor = weight_of(head_weights[h].tensor, -1, -1).values;
@@ -402,29 +260,26 @@ StepMask Call::step_mask(size_t head) const {
              : StepMask{};
 }
 
-// The divisor of a head's sum; 1 if only the device has the divisor.
-double Call::divisor(size_t head, const StepMask& counted) const {
-  if (num_entries.defined()) {
-    return on_device ? 1.0 : num_entries.const_data_ptr<double>()[head];
+// The number of entries that divides a head's sum; 1 if only the device has it.
+double Call::entries_of(size_t head, const StepMask& counted) const {
+  const NumEntries& given = num_entries[head];
+  if (given.tensor.defined()) {
+    return on_device ? 1.0 : given.tensor.item<double>();
   }
-  switch (reduction) {
-    case Reduction::mean:
-      return static_cast<double>(std::max<int64_t>(batch, 1));
-    case Reduction::valid_mean: {
-      const int64_t first = (*heads)[head].first_step;
-      int64_t count = counted.data == nullptr ? batch * (steps - first) : 0;
-      for (int64_t b = 0; b < batch && counted.data != nullptr && !on_device; ++b) {
-        for (int64_t k = first; k < steps; ++k) {
-          count += counted.includes(b, k) ? 1 : 0;
-        }
-      }
-      return static_cast<double>(std::max<int64_t>(count, 1));
+  if (given.number != 0 || !is_mean(reduction)) {
+    return divisor_for(given.number);
+  }
+  if (reduction == Reduction::mean) {
+    return static_cast<double>(batch);
+  }
+  const int64_t first = (*heads)[head].first_step;
+  int64_t count = counted.data == nullptr ? batch * (steps - first) : 0;
+  for (int64_t b = 0; b < batch && counted.data != nullptr && !on_device; ++b) {
+    for (int64_t k = first; k < steps; ++k) {
+      count += counted.includes(b, k) ? 1 : 0;
     }
-    case Reduction::sum:
-    case Reduction::none:
-      break;
   }
-  return 1.0;
+  return static_cast<double>(count);
 }
 
 void Call::add_segments(size_t h) {

@@ -76,6 +76,11 @@ using Tensors = std::vector<at::Tensor>;
 enum class Reduction { mean, sum, none, valid_mean };
 enum class Nonfinite { propagate, skip };
 
+// True if the sum of a head is divided by a number of entries.
+inline bool is_mean(Reduction reduction) {
+  return reduction == Reduction::mean || reduction == Reduction::valid_mean;
+}
+
 // The enumerators as users write them.
 constexpr std::array<const char*, 4> names_of(Reduction) {
   return {"mean", "sum", "none", "valid_mean"};
@@ -97,6 +102,13 @@ struct HeadWeight {
   bool wants_gradient = false; // of the tensor
 };
 
+// The number of entries that divides the sum of a head: a number, a tensor without dimensions, or neither (0), in which
+// case the call counts its own entries.
+struct NumEntries {
+  double number = 0;
+  at::Tensor tensor;
+};
+
 // A value for each head, one for all heads, or none.
 template <class T>
 struct ByHead {
@@ -109,8 +121,7 @@ struct ByHead {
 };
 
 // The options of a call, in the order of `Options` in gradscale_ext/call/options.py. Masks are [B, T] ([T, B] without
-// batch_first); undefined: nothing is masked. num_entries: float64 [heads], the divisors of "mean" and
-// "valid_mean" if the batches of other ranks count too.
+// batch_first); undefined: nothing is masked. num_entries: for "mean" and "valid_mean" alone.
 // clang-format off
 #define GRADSCALE_OPTIONS(option)                  \
   option(ByHead<StepNumbers>, step_weights)        \
@@ -118,10 +129,10 @@ struct ByHead {
   option(ByHead<at::Tensor>, importance_weights)   \
   option(ByHead<at::Tensor>, mask)                 \
   option(ByHead<HeadWeight>, head_weights)         \
+  option(ByHead<NumEntries>, num_entries)          \
   option(Reduction, reduction)                     \
   option(Nonfinite, nonfinite)                     \
-  option(bool, batch_first)                        \
-  option(at::Tensor, num_entries)
+  option(bool, batch_first)
 
 // The results of a call, in the order in which the operator returns them: float, or double when a prediction is double.
 // Only the loss has a gradient. per_step, details and shares are by head; the operator leaves out undefined tensors.
@@ -181,6 +192,15 @@ struct Entries {
   }
 };
 
+// The number of steps: the size of the step dimension, or the number of tensors.
+inline int64_t steps_of(const Entries& entries, bool batch_first) {
+  if (!entries.stacked) {
+    return static_cast<int64_t>(entries.tensors.size());
+  }
+  const at::Tensor& tensor = entries.tensors[0];
+  return tensor.dim() < 2 ? 0 : tensor.size(batch_first ? 1 : 0);
+}
+
 struct Call : Options {
   std::vector<Entries> predictions; // by head
   std::vector<Entries> targets;
@@ -198,10 +218,10 @@ struct Call : Options {
 
   // Set by run().
   Outputs outputs;
-  Tensors gradients;   // for grad_output 1, by prediction tensor; undefined where none is wanted
-  at::Tensor skipped;  // on a device, if samples are skipped: a copy of per_sample, because users may overwrite it
-  at::Tensor divisors; // on a device: float64 [heads], the divisors of the heads' sums; undefined if the host has them
-  at::Tensor metrics;  // float64 [segments, B, 2], the RowMetrics of all rows
+  Tensors gradients;  // for grad_output 1, by prediction tensor; undefined where none is wanted
+  at::Tensor skipped; // on a device, if samples are skipped: a copy of per_sample, because users may overwrite it
+  at::Tensor counts;  // on a device: float64 [heads], the numbers of unmasked entries, if they divide sums of heads
+  at::Tensor metrics; // float64 [segments, B, 2], the RowMetrics of all rows
 
   // Finds batch and steps, and returns true if the kernels accept all tensors for these heads.
   bool settle(const Heads& given);
@@ -244,7 +264,8 @@ struct Call : Options {
  private:
   at::Tensor make_entries(size_t head) const;
   void add_coefficients(size_t head, Slab incoming);
-  double divisor(size_t head, const StepMask& counted) const;
+  bool counts_on_device(size_t head) const;
+  double entries_of(size_t head, const StepMask& counted) const;
   void add_segments(size_t head);
   const Entries& with_contiguous_elements(const Entries& entries);
   Rows view_rows(const at::Tensor& tensor, bool stacked, int64_t step) const;
@@ -289,7 +310,9 @@ void Call::each_tensor(Visit visit) const {
   for (const HeadWeight& weight : head_weights.values) {
     visit(weight.tensor);
   }
-  visit(num_entries);
+  for (const NumEntries& entries : num_entries.values) {
+    visit(entries.tensor);
+  }
 }
 
 } // namespace gradscale

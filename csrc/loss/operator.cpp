@@ -57,6 +57,9 @@ inline void read_argument(const char* name, const c10::IValue& given, HeadWeight
   read_argument(name, given, weight.tensor);
   weight.wants_gradient = weight.tensor.defined();
 }
+inline void read_argument(const char* name, const c10::IValue& given, NumEntries& entries) {
+  read_argument(name, given, entries.tensor);
+}
 template <class T>
 void read_argument(const char* name, const c10::IValue& given, ByHead<T>& by_head) {
   for (const c10::IValue& value : given.toListRef()) { // the dispatcher leaves their lazy negation

@@ -92,6 +92,14 @@ bool read_head_weight(py::handle given, HeadWeight& weight) {
   return number && *number >= 0 && std::isfinite(*number);
 }
 
+bool read_num_entries(py::handle given, NumEntries& entries) {
+  if (THPVariable_Check(given.ptr())) {
+    return read_constant(given, entries.tensor);
+  }
+  entries.number = real_number(given).value_or(0);
+  return entries.number > 0 && std::isfinite(entries.number);
+}
+
 // True for a list, a tuple or a range, and for other objects with a length and items in one dimension, such as a deque
 // or a NumPy array; is_sequence() of gradscale_ext/call/checks.py is the same. False for text and mappings.
 bool is_sequence(py::handle given) {
@@ -180,20 +188,21 @@ bool read_options(const Plan& plan, py::handle options, Call& call) {
   const auto given = [=](Option option) -> py::handle {
     return PyTuple_GET_ITEM(options.ptr(), static_cast<Py_ssize_t>(option));
   };
-  const py::handle batch_first = given(Option::batch_first), head_weights = given(Option::head_weights);
+  const py::handle batch_first = given(Option::batch_first);
+  const py::handle head_weights = given(Option::head_weights), num_entries = given(Option::num_entries);
+  const auto is_by_head = [](py::handle value) { return value.is_none() || PyDict_Check(value.ptr()); };
   call.batch_first = batch_first.ptr() == Py_True;
   const int64_t steps = call.count_steps(plan.table);
   const auto step_numbers = [=](py::handle value, StepNumbers& to) { return read_step_numbers(value, steps, to); };
   const auto gradient_scale = [=](py::handle value, StepNumbers& to) { return read_gradient_scale(value, steps, to); };
-  return PyBool_Check(batch_first.ptr()) && (head_weights.is_none() || PyDict_Check(head_weights.ptr())) &&
+  return PyBool_Check(batch_first.ptr()) && is_by_head(head_weights) && is_by_head(num_entries) &&
          read_by_head(plan, given(Option::step_weights), call.step_weights, step_numbers) &&
          read_by_head(plan, given(Option::step_gradient_scale), call.step_gradient_scale, gradient_scale) &&
          read_by_head(plan, given(Option::importance_weights), call.importance_weights, read_weights) &&
          read_by_head(plan, given(Option::mask), call.mask, read_mask) &&
          read_by_head(plan, head_weights, call.head_weights, read_head_weight) &&
-         read_choice(given(Option::reduction), call.reduction) &&
-         read_choice(given(Option::nonfinite), call.nonfinite) &&
-         read_weights(given(Option::num_entries), call.num_entries);
+         read_by_head(plan, num_entries, call.num_entries, read_num_entries) &&
+         read_choice(given(Option::reduction), call.reduction) && read_choice(given(Option::nonfinite), call.nonfinite);
 }
 
 // Raises if an unmasked class is out of range, for which the kernel would return NaN. Classes on a device are not

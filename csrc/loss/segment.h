@@ -133,10 +133,16 @@ struct RowFactor {
   double coefficient; // of the gradient
 };
 
+// The divisor of the sum of a number of entries. No entries add up to 0, whatever the divisor.
+GRADSCALE_HOST_DEVICE double divisor_for(double entries) {
+  return entries == 0 ? 1 : entries;
+}
+
 // The weights of a head's rows. Step weights are numbers in the segment, tensors here, or absent.
 struct Coefficients {
-  double factor;             // Head::weight, divided by the reduction's divisor if the host has it
-  double* divisor = nullptr; // the divisor, if only the device has it
+  double factor;                // Head::weight, divided by the reduction's divisor if the host has it
+  double* entries = nullptr;    // the number of entries that the sum is divided by, if only the device has it
+  bool counts_unmasked = false; // count_unmasked stores it
   StepWeight step_weights;
   StepWeight step_gradient_scale;
   StepWeight importance_weights; // step_stride 0
@@ -147,7 +153,7 @@ struct Coefficients {
   Slab grad_output; // a scalar (stride 0) or one per sample; no data: 1
 
   GRADSCALE_HOST_DEVICE double share_factor() const {
-    return divisor == nullptr ? factor : factor / *divisor;
+    return entries == nullptr ? factor : factor / divisor_for(*entries);
   }
   GRADSCALE_HOST_DEVICE double head_weight() const {
     return head_weight_tensor.data == nullptr ? head_weight_number : head_weight_tensor.load(0);
@@ -188,7 +194,7 @@ struct Pass {
   int64_t* num_nonfinite;
 
   // These are for a device.
-  bool counts_unmasked; // sets the divisors of heads with a mask: the numbers of unmasked entries
+  bool counts_unmasked; // of some head
   Slab skipped;         // with skips_nonfinite: a copy of per_sample for the backward pass
   bool is_backward;     // computes only the gradients, for grad_output
   Slab grad_output;     // as in Coefficients

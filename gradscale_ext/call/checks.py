@@ -18,6 +18,7 @@ _AS_MAPPING = {
     "predictions": ("head names to tensors", 'write {"value": [...], ...} with a list or tensor for each head'),
     "targets": ("head names to tensors", 'write {"value": [...], ...} with a list or tensor for each head'),
     "head_weights": ("head names to numbers or tensors", 'write {"value": ...}'),
+    "num_entries": ("head names to numbers or tensors", 'write {"value": ...}'),
 }
 
 

@@ -14,6 +14,7 @@ StepWeights = StepNumbers | Mapping[str, StepNumbers]
 StepGradientScale = StepNumbers | Literal["unroll"] | Mapping[str, StepNumbers | Literal["unroll"]]
 ImportanceWeights = torch.Tensor | Mapping[str, torch.Tensor | None] | None
 HeadWeights = Mapping[str, torch.Tensor | float] | None
+NumEntries = Mapping[str, torch.Tensor | float] | None
 Mask = torch.Tensor | Mapping[str, torch.Tensor] | None
 Reduction = Literal["mean", "sum", "none", "valid_mean"]
 Nonfinite = Literal["propagate", "skip"]
@@ -28,15 +29,14 @@ class Options(NamedTuple):
     importance_weights: ImportanceWeights = None
     mask: Mask = None
     head_weights: HeadWeights = None
+    num_entries: NumEntries = None
     reduction: Reduction = "mean"
     nonfinite: Nonfinite = "propagate"
     batch_first: bool = True
-    #: float64 [heads]: the divisors of "mean" and "valid_mean" if the batches of other ranks count too
-    num_entries: torch.Tensor | None = None
 
 
 #: Options that may be mappings of head names: the first fields of `Options`.
-BY_HEAD = ("step_weights", "step_gradient_scale", "importance_weights", "mask", "head_weights")
+BY_HEAD = ("step_weights", "step_gradient_scale", "importance_weights", "mask", "head_weights", "num_entries")
 
 
 def unroll_scale(steps: int) -> tuple[float, ...]:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from .. import _context, _numbers
-from .._ranks import group_of, waiting
+from .._ranks import group_of, refuse_vmap, waiting
 from .checks import is_mapping
 from .validate import Call
 
 
 def for_all_ranks(call: Call, process_group: Any, normalize_importance_weights: bool) -> Call:
-    """Add the divisors of "mean" and "valid_mean" over all ranks, and divide importance weights by their largest.
+    """Add the counts of "mean" and "valid_mean" over all ranks, and divide importance weights by their largest.
 
     A rank's loss is divided by the number of all entries over the number of ranks, so that the average over the ranks
     is the mean over all entries.
@@ -54,7 +54,12 @@ def for_all_ranks(call: Call, process_group: Any, normalize_importance_weights: 
             options=call.options._replace(importance_weights=normalized if differ else normalized[names[0]]),
         )
     if "total" in found:
-        call = replace(call, options=call.options._replace(num_entries=found["total"].clamp(min=1) / size))
+        entries = dict(zip(call.heads, (found["total"] / size).unbind(), strict=True))
+        call = replace(
+            call,
+            weights=replace(call.weights, num_entries=entries),
+            options=call.options._replace(num_entries=entries),
+        )
     return call
 
 
@@ -68,11 +73,13 @@ def _largest(call: Call, weights: torch.Tensor, heads: Iterable[str]) -> torch.T
 
 
 def _num_entries(call: Call) -> torch.Tensor:
-    """`[heads]`: the number of entries of this rank's batch that the reduction divides by."""
+    """`[heads]`: the number of entries of this rank's batch, or batches, that the reduction divides by."""
     device = next(iter(call.predictions.values()))[0].device
     counts: list[Any] = []
     for name, head in call.heads.items():
-        if call.options.reduction == "mean":
+        if name in call.weights.num_entries:
+            counts.append(call.weights.num_entries[name])
+        elif call.options.reduction == "mean":
             counts.append(call.batch)
         elif name in call.weights.masks:
             counts.append(call.weights.masks[name][:, head.first_step :].sum())
@@ -85,6 +92,7 @@ def _all_reduced(sent: dict[str, tuple[torch.Tensor, str]], group: str) -> dict[
     """Reduce each tensor by its named reduction. All reductions are started before the first is waited for."""
     if not group:
         return {name: tensor for name, (tensor, _) in sent.items()}
+    refuse_vmap("multi_step_loss")
     collectives = torch.ops._c10d_functional
     with waiting("multi_step_loss") if _context.is_eager() else contextlib.nullcontext():
         begun = {name: collectives.all_reduce(tensor, how, group) for name, (tensor, how) in sent.items()}

@@ -199,6 +199,7 @@ def _check_weights(call: Call) -> None:
         ("step_weights", weights.step_weights),
         ("step_gradient_scale", weights.step_gradient_scale),
         ("head_weights", weights.head_weights),
+        ("num_entries", weights.num_entries),
     ):
         differ = is_mapping(getattr(call.options, argument))
         for name, tensor in by_head.items():
@@ -209,7 +210,7 @@ def _check_weights(call: Call) -> None:
 
 def _check_weight(argument: str, label: str, values: torch.Tensor, read: torch.Tensor) -> None:
     below = torch.zeros_like(values, dtype=torch.bool) if argument == "step_gradient_scale" else values < 0
-    if argument == "head_weights":
+    if values.dim() == 0:
         _reject_weight(argument, label, values, "", below)
     elif argument == "importance_weights":
         _reject_weight(argument, label, values, "sample {}", below, read.any(1))
@@ -233,7 +234,7 @@ def _reject_weight(
         index = found[0].tolist()
         wanted = "finite" if argument == "step_gradient_scale" else "finite and at least 0"
         found_at = f"{place.format(*index)} has" if place else "it is"
-        instead = "" if argument == "head_weights" else "; mask an entry to leave it out"
+        instead = "; mask an entry to leave it out" if place else ""
         raise ValueError(
             f"multi_step_loss: {label} must be {wanted}, but {found_at} {float(weights[tuple(index)]):.6g}{instead}"
         )

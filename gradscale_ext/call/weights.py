@@ -31,6 +31,8 @@ class Weights:
     """`[B]`."""
     head_weights: dict[str, torch.Tensor]
     """Scalars, of the type of the loss."""
+    num_entries: dict[str, torch.Tensor]
+    """Scalars, of the widest type."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class Rules:
             step_weights=self._by_head("step_weights", options.step_weights, self._step_numbers),
             step_gradient_scale=self._by_head("step_gradient_scale", options.step_gradient_scale, self._gradient_scale),
             importance_weights=self.check_importance_weights(options.importance_weights),
-            head_weights=self._head_weights(options.head_weights),
+            head_weights=self._mapping("head_weights", options.head_weights, self._head_weight),
+            num_entries=self._num_entries(options),
         )
         self._check_signs(options.step_weights)
         return weights
@@ -181,32 +184,63 @@ class Rules:
             )
         return weights  # type: ignore[no-any-return]
 
-    def _head_weights(self, given: Any) -> dict[str, torch.Tensor]:
+    def _mapping(
+        self, argument: str, given: Any, check: Callable[[str, str, Any], torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         if given is not None:
-            as_dict("head_weights", given)  # must be a mapping
-        return self._by_head("head_weights", given, self._head_weight)
+            as_dict(argument, given)  # must be a mapping
+        return self._by_head(argument, given, check)
 
     def _head_weight(self, argument: str, label: str, weight: Any) -> torch.Tensor:
         if isinstance(weight, torch.Tensor):
             check_kind(label, weight)
             check_dtype(label, weight, "")
-            if weight.dim() > 0:
+        return self._scalar(label, weight, self.dtype)
+
+    def _num_entries(self, options: Options) -> dict[str, torch.Tensor]:
+        if options.num_entries is not None and options.reduction not in ("mean", "valid_mean"):
+            raise ValueError(
+                "multi_step_loss: num_entries needs reduction 'mean' or 'valid_mean', but the reduction is "
+                f"{options.reduction!r}; leave out num_entries"
+            )
+        return self._mapping("num_entries", options.num_entries, self._count)
+
+    def _count(self, argument: str, label: str, count: Any) -> torch.Tensor:
+        """A number of entries. A tensor of 0 counts as 1, as the number of a head without an unmasked entry does."""
+        if isinstance(count, torch.Tensor):
+            check_kind(label, count)
+            if count.dtype == torch.bool or count.is_complex() or count.dtype in (torch.float16, torch.bfloat16):
+                raise TypeError(
+                    f"multi_step_loss: {label} must be an integer, float64 or float32, but it is {count.dtype}; count "
+                    "with mask.sum(), which is int64"
+                )
+            _check_constant(label, count)
+        return self._scalar(label, count, _context.widest(self.device), is_divisor=True)
+
+    def _scalar(self, label: str, value: Any, dtype: torch.dtype, is_divisor: bool = False) -> torch.Tensor:
+        """A number, or a tensor without dimensions."""
+        if isinstance(value, torch.Tensor):
+            if value.dim() > 0:
                 raise ValueError(
                     f"multi_step_loss: {label} must be a number or a tensor without dimensions, but it has shape "
-                    f"{written(weight.shape)}" + ("; write .reshape(())" if weight.numel() == 1 else "")
+                    f"{written(value.shape)}" + ("; write .reshape(())" if value.numel() == 1 else "")
                 )
-            check_device(label, weight, self.device)
-            return weight.to(self.dtype)
-        if isinstance(weight, bool) or not isinstance(weight, int | float | numbers.Real):
+            check_device(label, value, self.device)
+            return value.to(dtype)
+        if isinstance(value, bool) or not isinstance(value, int | float | numbers.Real):
             raise TypeError(
                 f"multi_step_loss: {label} must be a number or a tensor without dimensions, but it is of type "
-                f"{type(weight).__name__}"
+                f"{type(value).__name__}"
             )
-        if not 0 <= as_float(f"multi_step_loss: {label}", weight) < math.inf:
-            raise ValueError(f"multi_step_loss: {label} must be finite and at least 0, but it is {weight!r}")
-        if not isinstance(weight, int | float):
-            weight = float(weight)  # other numbers, such as fractions, cannot be multiplied by tensors
-        return _context.as_tensor(weight, self.device, self.dtype)
+        number = as_float(f"multi_step_loss: {label}", value)
+        if not 0 <= number < math.inf or (is_divisor and number == 0):
+            raise ValueError(
+                f"multi_step_loss: {label} must be finite and {'above' if is_divisor else 'at least'} 0, but it is "
+                f"{value!r}" + ("; write max(count, 1) if a batch may have no entries" if number == 0 else "")
+            )
+        if not isinstance(value, int | float):
+            value = float(value)  # other numbers, such as fractions, cannot be multiplied by tensors
+        return _context.as_tensor(value, self.device, dtype)
 
     def _check_weights(self, argument: str, label: str, weights: Any) -> None:
         if not isinstance(weights, torch.Tensor):

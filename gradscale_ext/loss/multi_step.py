@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import _context, _distributed, _numbers, reference
 from .._native import _C, DEVICE_TYPES, warn_of_reference
-from ..call.checks import as_dict, check_choice, is_mapping, rename
+from ..call.checks import as_dict, check_choice, is_mapping
 from ..call.options import (
     BY_HEAD,
     Entries,
@@ -21,6 +21,7 @@ from ..call.options import (
     ImportanceWeights,
     Mask,
     Nonfinite,
+    NumEntries,
     Options,
     Reduction,
     StepGradientScale,
@@ -30,7 +31,7 @@ from ..call.output import MultiStepLossOutput
 from ..call.ranks import for_all_ranks
 from ..call.validate import Call, check_heads, validate
 from ..call.values import check_values
-from ..heads import Head, PerStepLoss, SoftCrossEntropy, TwoHot, record_of
+from ..heads import Head, SoftCrossEntropy, TwoHot, record_of
 from ..support import Support
 from .compiled import can_compile, is_compiler_error, loss_by_compiler
 from .operator import call_operator
@@ -89,6 +90,7 @@ def multi_step_loss(
     head_weights: HeadWeights = None,
     mask: Mask = None,
     reduction: Reduction = "mean",
+    num_entries: NumEntries = None,
     nonfinite: Nonfinite = "propagate",
     process_group: torch.distributed.ProcessGroup | None = None,
     normalize_importance_weights: bool = False,
@@ -139,6 +141,13 @@ def multi_step_loss(
             NaN or inf.
         reduction: over the batch: "mean" over B, "sum", "none" (`[B]`), or "valid_mean" (each head's sum over its
             number of unmasked entries, at least 1).
+        num_entries: mapping of head names to a number above 0 or a tensor without dimensions on the device of the
+            predictions: the divisor of "mean" and "valid_mean" in place of this call's own count, which is B or the
+            number of unmasked entries. With the counts of a whole batch, the losses and gradients of its micro-batches
+            add up to those of the batch (gradient accumulation). A head that is not named keeps its own count. It is
+            read without waiting for the device, and a number that changes does not recompile. A tensor has an integer
+            type, float32 or float64, and counts as 1 if it is 0. With a process group it is the count of this rank,
+            and the counts of all ranks are added. `head_means` are means over the entries of this call.
         nonfinite: "propagate": NaN reaches the loss, and only that sample's gradients. "skip": a sample whose loss is
             not finite (L_b, without its importance weight) adds nothing. `num_nonfinite` counts these samples in both
             cases.
@@ -198,7 +207,15 @@ def multi_step_loss(
     tensor([[-0.7500,  0.2500,  0.2500,  0.2500]])
     """
     options = Options(
-        step_weights, step_gradient_scale, importance_weights, mask, head_weights, reduction, nonfinite, batch_first
+        step_weights,
+        step_gradient_scale,
+        importance_weights,
+        mask,
+        head_weights,
+        num_entries,
+        reduction,
+        nonfinite,
+        batch_first,
     )
     heads = as_dict("heads", heads)
     plan = None
@@ -329,15 +346,27 @@ class MultiStepLoss(torch.nn.Module):
         self.heads = heads
 
     @classmethod
-    def muzero(cls, support: Support | None = None, value_weight: float = 1.0) -> MultiStepLoss:
+    def muzero(
+        cls, support: Support | None = None, value_weight: float = 1.0, root_reward: bool = True
+    ) -> MultiStepLoss:
         """The heads of the MuZero pseudocode: categorical value and reward, and the policy.
 
         Args:
             support: of value and reward, `Support.muzero()` when left out.
             value_weight: weight of the value head (0.25 in MuZero Reanalyse).
+            root_reward: True: the reward head predicts at the root too, as in the pseudocode. False: it has
+                ``first_step=1``, for the targets of `muzero_targets` without its `root_reward`.
+
+        Raises:
+            TypeError: `root_reward` is not a bool.
         """
+        _numbers.check_flag("MultiStepLoss.muzero: root_reward", root_reward)
         support = Support.muzero() if support is None else support
-        return cls(value=TwoHot(support, weight=value_weight), reward=TwoHot(support), policy=SoftCrossEntropy())
+        return cls(
+            value=TwoHot(support, weight=value_weight),
+            reward=TwoHot(support, first_step=0 if root_reward else 1),
+            policy=SoftCrossEntropy(),
+        )
 
     def _plan(self) -> Any:
         """The heads as the kernels read them; made again if `self.heads` has changed."""
@@ -364,6 +393,7 @@ class MultiStepLoss(torch.nn.Module):
         head_weights: HeadWeights = None,
         mask: Mask = None,
         reduction: Reduction = "mean",
+        num_entries: NumEntries = None,
         nonfinite: Nonfinite = "propagate",
         process_group: torch.distributed.ProcessGroup | None = None,
         normalize_importance_weights: bool = False,
@@ -373,7 +403,15 @@ class MultiStepLoss(torch.nn.Module):
     ) -> MultiStepLossOutput:
         """Compute the loss; `multi_step_loss` describes the arguments."""
         options = Options(
-            step_weights, step_gradient_scale, importance_weights, mask, head_weights, reduction, nonfinite, batch_first
+            step_weights,
+            step_gradient_scale,
+            importance_weights,
+            mask,
+            head_weights,
+            num_entries,
+            reduction,
+            nonfinite,
+            batch_first,
         )
         plan = self._plan() if _context.is_eager() else None
         return _run(
@@ -388,61 +426,6 @@ class MultiStepLoss(torch.nn.Module):
     def extra_repr(self) -> str:
         """One line per head."""
         return "\n".join(f"{name}={head}" for name, head in self.heads.items())
-
-
-def reduce_multi_step(
-    losses: Entries,
-    *,
-    step_weights: StepWeights = None,
-    step_gradient_scale: StepGradientScale = None,
-    importance_weights: ImportanceWeights = None,
-    head_weights: HeadWeights = None,
-    mask: Mask = None,
-    reduction: Reduction = "mean",
-    nonfinite: Nonfinite = "propagate",
-    process_group: torch.distributed.ProcessGroup | None = None,
-    normalize_importance_weights: bool = False,
-    batch_first: bool = True,
-    check: bool = False,
-) -> MultiStepLossOutput:
-    """The weights, mask and reduction of `multi_step_loss` alone, for per-step losses that the user computed.
-
-    Args:
-        losses: `[B, T]` (`[T, B]` without `batch_first`), or a list or tuple of T tensors `[B]`.
-        step_weights, step_gradient_scale, importance_weights, mask, reduction, nonfinite: as in `multi_step_loss`.
-        head_weights: as in `multi_step_loss`, of the head "loss".
-        process_group, normalize_importance_weights, batch_first, check: as in `multi_step_loss`.
-
-    Returns:
-        `MultiStepLossOutput` with one head, "loss".
-
-    Raises:
-        ValueError, TypeError: as `multi_step_loss` does.
-
-    >>> reduce_multi_step(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), step_weights=[1.0, 0.5]).loss
-    tensor(3.5000)
-    """
-    try:
-        return multi_step_loss(
-            {"loss": PerStepLoss()},
-            {"loss": losses},
-            {},
-            step_weights=step_weights,
-            step_gradient_scale=step_gradient_scale,
-            importance_weights=importance_weights,
-            head_weights=head_weights,
-            mask=mask,
-            reduction=reduction,
-            nonfinite=nonfinite,
-            process_group=process_group,
-            normalize_importance_weights=normalize_importance_weights,
-            batch_first=batch_first,
-            check=check,
-        )
-    except Exception as error:
-        if _context.is_eager():  # torch.compile does not trace a changed message
-            rename(error, "multi_step_loss", "reduce_multi_step")
-        raise
 
 
 def _differentiable_gradients(
@@ -473,8 +456,8 @@ def _differentiable_gradients(
         for name in BY_HEAD:
             given = options[name]
             common = len(given) == 1 < len(heads)
-            by_head = zip(heads, given, strict=False)
-            options[name] = given[0] if common else {name: value for name, value in by_head if value is not None}
+            by_head = {name: value for name, value in zip(heads, given, strict=False) if value is not None}
+            options[name] = given[0] if common else by_head or None
         loss = reference.multi_step_loss(
             heads,
             dict(zip(heads, views, strict=True)),

@@ -40,6 +40,7 @@ def call_operator(
         by_head(weights.importance_weights),
         by_head(weights.masks),
         by_head(weights.head_weights),
+        by_head(weights.num_entries),
     ]
     predicted = [_listed(predictions[name]) for name in heads]
     wanted = [_listed(targets[name]) if head.has_target else ([], _NONE) for name, head in heads.items()]

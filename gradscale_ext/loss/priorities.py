@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from .. import _context, _distributed, _numbers, _remedies
+from .. import _context, _distributed, _numbers, _remedies, _tensors
 from ..call.options import Entries, maybe_transposed
 
 _STEPS = ("first", "mean", "max", "all")
@@ -78,7 +78,7 @@ def priorities(
     if steps not in _STEPS:
         raise ValueError(f"priorities: steps must be 'first', 'mean', 'max' or 'all', but it is {steps!r}")
     if mask is not None:
-        _check_mask(mask, nu)
+        _tensors.check_mask("priorities", mask, "expected", nu)
     if check:
         _context.require_values("priorities", "priorities", nu, z, mask)
         _check_values(nu, z, mask, batch_first)
@@ -103,29 +103,6 @@ def _reduced(steps: str, error: torch.Tensor, mask: torch.Tensor | None) -> torc
     if steps == "first":
         return torch.where(mask & (count == 1), error, 0).sum(1)
     return error.sum(1) / count[:, -1].clamp(min=1)
-
-
-def _check_mask(mask: Any, nu: torch.Tensor) -> None:
-    if not isinstance(mask, torch.Tensor):
-        raise TypeError(
-            f"priorities: mask must be a bool tensor, but it is of type {type(mask).__name__}"
-            f"{_remedies.remedy_for_type(mask, 'mask')}"
-        )
-    if fault := _remedies.remedy_for_kind(mask):
-        raise TypeError(f"priorities: mask {fault}")
-    if mask.dtype != torch.bool:
-        raise TypeError(f"priorities: mask must be a bool tensor, but its dtype is {mask.dtype}; write mask.bool()")
-    if mask.device != nu.device:
-        raise ValueError(
-            f"priorities: mask must be on the device of expected, {nu.device}, but it is on {mask.device}; write "
-            f"mask.to('{nu.device}')"
-        )
-    if mask.shape != nu.shape:
-        is_turned = mask.shape == nu.shape[::-1]
-        raise ValueError(
-            f"priorities: mask must have the shape of expected, {tuple(nu.shape)}, but it has {tuple(mask.shape)}"
-            + ("; write mask.T" if is_turned else _remedies.remedy_for_shape("mask", mask.shape, [nu.shape]))
-        )
 
 
 def _check_values(nu: torch.Tensor, z: torch.Tensor, mask: torch.Tensor | None, batch_first: bool) -> None:

@@ -265,8 +265,8 @@ def _num_unmasked(name: str, call: Call) -> torch.Tensor:
 
 def _divisor(name: str, call: Call) -> torch.Tensor | float:
     """The divisor of the sum of a head."""
-    if call.options.num_entries is not None:
-        return call.options.num_entries[list(call.heads).index(name)].to(call.dtype)
+    if (count := call.weights.num_entries.get(name)) is not None:
+        return torch.where(count == 0, 1, count).to(call.dtype)
     if call.options.reduction == "mean":
         return float(max(call.batch, 1))
     if call.options.reduction == "valid_mean":

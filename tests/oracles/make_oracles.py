@@ -1,6 +1,6 @@
-"""Computes the numbers in this folder with rlax and optax, which share no code with this package.
+"""Computes the numbers in this folder with rlax, optax and mctx, which share no code with this package.
 
-    pip install jax==0.10.2 rlax==0.1.9 optax==0.2.8
+    pip install jax==0.10.2 rlax==0.1.9 optax==0.2.8 mctx==0.0.71
     python tests/oracles/make_oracles.py
 
 These versions and the default seed reproduce the files; another processor may round the last digits differently.
@@ -9,19 +9,23 @@ These versions and the default seed reproduce the files; another processor may r
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.metadata
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
 try:
     import jax
     import jax.numpy as jnp
+    import mctx
     import optax
     import rlax
 except ImportError as error:
     raise SystemExit(
-        f"make_oracles.py: {error}. Install rlax: pip install jax==0.10.2 rlax==0.1.9 optax==0.2.8"
+        f"make_oracles.py: {error}. Install them: pip install jax==0.10.2 rlax==0.1.9 optax==0.2.8 mctx==0.0.71"
     ) from None
 
 jax.config.update("jax_enable_x64", True)
@@ -168,8 +172,65 @@ def returns(rng, batch=3, steps=12, actions=4, n=3):
     }
 
 
+def completed_q(rng, batch=6, actions=5):
+    """Roots of searches with the policy targets of mctx; row 0 has no visits, and row 1 visits everywhere."""
+    visit_counts = rng.integers(0, 20, size=(batch, actions)) * (rng.uniform(size=(batch, actions)) < 0.6)
+    visit_counts[0], visit_counts[1] = 0, np.arange(1, actions + 1)
+    prior_logits, q_values = rng.normal(size=(batch, actions)) * 3, rng.normal(size=(batch, actions)) * 2
+    prior_logits[2, visit_counts[2].argmax()] = -800.0  # its probability is 0 in float64
+    value = rng.normal(size=batch)
+    cases = [
+        {},
+        {"use_mixed_value": False},
+        {"rescale_values": False},
+        {"maxvisit_init": 8.0, "value_scale": 0.5, "epsilon": 3.0},
+    ]
+
+    def policy(options, logits, q, visits, raw_value):
+        """What `gumbel_muzero_policy` returns as action_weights after its search."""
+        q_of_root = SimpleNamespace(
+            qvalues=lambda node: q,
+            children_visits=visits[None],
+            children_prior_logits=logits[None],
+            raw_values=raw_value[None],
+        )
+        return jax.nn.softmax(logits + mctx.qtransform_completed_by_mix_value(q_of_root, jnp.int32(0), **options))
+
+    results = [
+        jax.vmap(functools.partial(policy, options))(*map(jnp.asarray, (prior_logits, q_values, visit_counts, value)))
+        for options in cases
+    ]
+    return {
+        "made_with": {"mctx": importlib.metadata.version("mctx")},
+        "prior_logits": prior_logits,
+        "q_values": q_values,
+        "visit_counts": visit_counts,
+        "value": value,
+        "cases": [{"options": options, "result": result} for options, result in zip(cases, results, strict=True)],
+    }
+
+
+def return_scale(rng, calls=6, batch=3, steps=7):
+    """Batches of returns with masks, and percentiles by JAX and NumPy, with the running ones as in DreamerV3."""
+    decay, fractions = 0.9, (0.05, 0.95)
+    returns = rng.normal(size=(calls, batch, steps)) * 20 + 5
+    mask = rng.uniform(size=returns.shape) < 0.7
+    mask[1], mask[2] = False, True
+    running, correction, rows = np.zeros(2), 0.0, []
+    for entries, counts in zip(returns, mask, strict=True):
+        percentiles = None
+        if counts.any():
+            percents = 100 * np.array(fractions)
+            percentiles = np.asarray(jnp.percentile(jnp.asarray(entries[counts]), percents))
+            np.testing.assert_allclose(percentiles, np.percentile(entries[counts], percents), rtol=1e-12)
+            running = decay * running + (1 - decay) * percentiles
+            correction = decay * correction + (1 - decay)
+        rows.append({"percentiles": percentiles, "running": running, "debiased": running / correction})
+    return {"decay": decay, "low": 0.05, "high": 0.95, "returns": returns, "mask": mask, "calls": rows}
+
+
 def main():
-    parser = argparse.ArgumentParser(description="Write muzero_update.json, transforms.json and returns.json.")
+    parser = argparse.ArgumentParser(description="Write the JSON files of this folder.")
     parser.add_argument(
         "--folder", type=Path, default=Path(__file__).parent, help="folder to write to (default: next to this file)"
     )
@@ -179,6 +240,7 @@ def main():
     versions = {module.__name__: module.__version__ for module in (jax, rlax, optax)}
     updates = {"made_with": versions, "dtype": "float64", "cases": [update(rng, *sizes) for sizes in UPDATES]}
     contents = {"muzero_update": updates, "transforms": transforms(rng), "returns": returns(rng)}
+    contents |= {"completed_q": completed_q(rng), "return_scale": return_scale(rng)}
     for name, content in contents.items():
         (arguments.folder / f"{name}.json").write_text(
             json.dumps(content, default=lambda array: np.asarray(array).tolist())

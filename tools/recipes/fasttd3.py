@@ -22,7 +22,7 @@ SIMPLICIAL = {"sim_type": "", "sim_dimension": 64, "seq_len": 8}
 
 def projected(critic, observations, actions, rewards, bootstrap, discount):
     """Target distributions `[B, S]` of both critics."""
-    support = gs.Support(critic.qnet1.v_min, critic.qnet1.v_max, critic.qnet1.num_atoms, transform="identity")
+    support = gs.Support.linear(critic.qnet1.v_min, critic.qnet1.v_max, critic.qnet1.num_atoms)
     logits = torch.stack(critic(observations, actions))
     rewards, discounts = (tensor.expand(2, -1) for tensor in (rewards, bootstrap * discount))
     return support.project(logits.softmax(-1), rewards, discounts).unbind()

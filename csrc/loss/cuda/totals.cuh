@@ -189,8 +189,8 @@ count_unmasked(GRADSCALE_ARGUMENT(DevicePass) device) {
     }
   }
   unmasked = block.sum(unmasked);
-  if (threadIdx.x == 0 && c.divisor != nullptr) {
-    *c.divisor = unmasked < 1 ? 1 : unmasked;
+  if (threadIdx.x == 0 && c.counts_unmasked) {
+    *c.entries = unmasked;
   }
 }
 

@@ -1,0 +1,253 @@
+"""Normalization of advantages and returns."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import _context, _distributed, _numbers, _tensors
+from ._buffers import ModuleWithNumbers
+from ._ranks import gathered, group_of
+from ._trajectories import result_dtype
+
+
+def standardize(
+    x: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    eps: float = 1e-8,
+    process_group: torch.distributed.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """``(x - mean) / (std + eps)`` over the unmasked entries of all dimensions: the advantage normalization of PPO.
+
+    With n the number of unmasked entries, the standard deviation is that of ``x.std(unbiased=False)``::
+
+        mean = sum x / n;    std = sqrt(sum (x - mean)^2 / n)
+
+    Args:
+        x: any shape, float64, float32, bfloat16 or float16.
+        mask: bool, of the shape of `x`. Masked entries do not count, also if they are NaN or inf.
+        eps: added to the standard deviation, at least 0.
+        process_group: ranks whose entries count together; their shapes may differ. Every rank must make the call, which
+            has one collective: an all-gather of four numbers of each rank.
+
+    Returns:
+        The shape of `x`, float64 if `x` is float64, else float32. Masked entries are exactly 0. All entries are 0, with
+        a gradient of 0, if all unmasked entries are equal, as a single one is. Differentiable with respect to `x`; with
+        a process group through the entries of this rank, while those of other ranks are constants.
+
+    Raises:
+        TypeError: an argument is of the wrong type or dtype.
+        ValueError: the mask has another shape or device, `eps` is negative or not finite, or a process group is given
+            with a DTensor, whose entries on all ranks count without one.
+        NotImplementedError: a process group inside of `torch.func.vmap`.
+
+    An unmasked entry is subtracted before the sums, which are computed in float64 where the device has it, so that
+    advantages of 1e6 ± 1 keep their digits. An unmasked NaN makes every unmasked entry NaN. Nothing waits for the
+    device.
+
+    PPO (Schulman et al. 2017) is usually written with ``advantages.std()``, which divides by n - 1. TRL and verl call
+    this "whitening" with a mask, and add their eps to the variance, inside of the square root.
+
+    >>> advantages = torch.tensor([[1.0, 3.0, 5.0, 9.0]])
+    >>> standardize(advantages, mask=torch.tensor([[True, False, True, False]]))
+    tensor([[-1.,  0.,  1.,  0.]])
+    """
+    _tensors.check_floats("standardize", "x", x)
+    if mask is not None:
+        _tensors.check_mask("standardize", mask, "x", x)
+    eps = _numbers.real("standardize: eps", eps)
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"standardize: eps must be finite and at least 0, but it is {eps}")
+    group, size = group_of("standardize", process_group)
+    if _distributed.mesh_of(x, mask) is not None:
+        _tensors.refuse_group("standardize", group, "x", x, mask)
+        return _distributed.by_whole(lambda x, mask: standardize(x, mask=mask, eps=eps), x, mask)  # type: ignore[no-any-return]
+    if x.numel() == 0 and not group:
+        return x.to(result_dtype(x), copy=True)
+    centred, std = _moments(x, mask, group, size, process_group)
+    # Entries that are all equal are zeros, and an infinite divisor makes their gradient 0.
+    standardized = (centred / torch.where(std == 0, math.inf, std + eps)).to(result_dtype(x))
+    return standardized if mask is None else torch.where(mask, standardized, 0)
+
+
+def _moments(
+    x: torch.Tensor, mask: torch.Tensor | None, group: str, size: int, process_group: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The unmasked entries less their mean, in the widest dtype, and the standard deviation.
+
+    An entry, which all ranks subtract from their own first, makes the differences small where all entries are large. It
+    is not detached, and neither is the unit of `_root_mean_square`, although their gradients are 0 up to rounding: a
+    `GradientTracer` would report the cuts.
+    """
+    wide = _context.widest(x.device)
+    if mask is None or x.numel() == 0:
+        first, count = x.flatten()[:1], torch.full((), float(x.numel()), dtype=wide, device=x.device)
+    else:
+        # An index with a dimension, because the host would read an index without one.
+        found = mask.flatten().to(torch.uint8).argmax(0, keepdim=True)
+        first, count = x.flatten().gather(0, found), mask.sum().to(wide)
+    first = first.to(wide).sum()
+    entries = x.to(wide)
+    deviations = (entries if mask is None else torch.where(mask, entries, first)) - first
+    mean = deviations.sum() / count.clamp(min=1)
+    centred = deviations - mean
+    counted = centred if mask is None else torch.where(mask, centred, 0)
+    std = _root_mean_square(counted, None, count, is_safe=x.dtype != wide)
+    if group:
+        counts, firsts, means, stds = _columns(torch.stack([count, first, mean, std]), group, size, process_group)
+        offsets = torch.where(counts > 0, firsts - first + means, 0)
+        mean = (counts * offsets).sum() / counts.sum().clamp(min=1)
+        centred = deviations - mean
+        spread = torch.cat([stds, offsets - mean])
+        std = _root_mean_square(spread, torch.cat([counts, counts]), counts.sum(), is_safe=False)
+    return centred, std
+
+
+def _root_mean_square(x: torch.Tensor, times: torch.Tensor | None, count: torch.Tensor, is_safe: bool) -> torch.Tensor:
+    """√(Σ times x² / count), with a gradient of 0 where it is 0. Unless squares can neither overflow nor
+    underflow, the numbers are divided by the largest first."""
+    unit: torch.Tensor | float = 1.0
+    if not is_safe and x.numel() > 0:
+        largest = x.abs().amax()
+        unit = torch.where(largest == 0, 1, largest)
+        x = x / unit
+    squares = x**2 if times is None else times * x**2
+    mean = squares.sum() / count.clamp(min=1)
+    return torch.where(mean == 0, 0, unit * torch.where(mean == 0, 1, mean).sqrt())
+
+
+def _columns(own: torch.Tensor, group: str, size: int, process_group: Any) -> Any:
+    """The columns of `own` of all ranks. Only the row of this rank has a gradient."""
+    rows = gathered("standardize", own.detach()[None], group, size)
+    rank = process_group.rank()
+    return torch.cat([rows[:rank], own[None], rows[rank + 1 :]]).unbind(1)
+
+
+class ReturnScale(ModuleWithNumbers):
+    """The scale of returns, which advantages are divided by: the range between two running percentiles.
+
+    In training a call first updates the percentiles, unless no entry counts; then it gives the scale::
+
+        running = decay running + (1 - decay) percentile    (from 0; of `low` and of `high`)
+        scale   = max(minimum, running high - running low)
+
+    Args:
+        low, high: the percentiles as fractions, ``0 <= low < high <= 1``; interpolated linearly, as by NumPy.
+        decay: of the running percentiles, ``0 <= decay < 1``.
+        minimum: the smallest scale, at least 0.
+        debias: divide both running percentiles by ``1 - decay^updates``, so that the first updates are not too small.
+        process_group: ranks whose entries count together; every rank must make a call in training, with returns of the
+            same shape and dtype, which are gathered: one collective. Not for DTensors.
+
+    A call has two arguments: `returns`, of any shape, float64, float32, bfloat16 or float16; and `mask`, bool of this
+    shape, or None. Masked and non-finite entries do not count. The result is a float32 scalar without gradient, as
+    `scale` and `offset` are; nothing waits for the device. `eval()` stops the updates.
+
+    The running percentiles, float64 where the device has it, and the number of updates are buffers, and part of
+    `state_dict()`. Where DistributedDataParallel broadcasts buffers, all ranks get the buffers of rank 0.
+
+    Raises:
+        TypeError: an argument, also of a call, is of the wrong type or dtype.
+        ValueError: an argument is out of range, or has the wrong shape or device.
+
+    The defaults are those of DreamerV3 for returns (Hafner et al. 2023; its `retnorm`: "perc", rate 0.01, limit 1.0).
+    `RunningScale` of TD-MPC2 starts at 1, and averages the clamped range instead of the percentiles.
+
+    >>> return_scale = ReturnScale(low=0.0, high=1.0, decay=0.5)
+    >>> return_scale(torch.tensor([2.0, 12.0]))
+    tensor(5.)
+    >>> return_scale.offset
+    tensor(1.)
+    """
+
+    running_percentiles: torch.Tensor
+    num_updates: torch.Tensor
+
+    def __init__(
+        self,
+        low: float = 0.05,
+        high: float = 0.95,
+        decay: float = 0.99,
+        minimum: float = 1.0,
+        debias: bool = False,
+        process_group: torch.distributed.ProcessGroup | None = None,
+    ) -> None:
+        """Check the numbers, and start at 0."""
+        super().__init__()
+        low, high = _numbers.real("ReturnScale: low", low), _numbers.real("ReturnScale: high", high)
+        decay, minimum = _numbers.real("ReturnScale: decay", decay), _numbers.real("ReturnScale: minimum", minimum)
+        if not 0 <= low < high <= 1:
+            raise ValueError(
+                f"ReturnScale: low and high must be fractions with 0 <= low < high <= 1, but they are {low} and {high}"
+                + (f"; write {low / 100:g} and {high / 100:g}" if 0 <= low < high <= 100 else "")
+            )
+        if not 0 <= decay < 1:
+            raise ValueError(f"ReturnScale: decay must be at least 0 and below 1, but it is {decay}")
+        if not 0 <= minimum < math.inf:
+            raise ValueError(f"ReturnScale: minimum must be finite and at least 0, but it is {minimum}")
+        _numbers.check_flag("ReturnScale: debias", debias)
+        self.low, self.high, self.decay, self.minimum, self.debias = low, high, decay, minimum, debias
+        self._group = group_of("ReturnScale", process_group)
+        # Compiled graphs lose updates of a float64 tensor without dimensions, which they treat as a number.
+        self.register_buffer("running_percentiles", torch.zeros(2, dtype=_context.widest()))
+        self.register_buffer("num_updates", torch.zeros((), dtype=torch.int64))
+        self._initial = {"running_percentiles": 0.0, "num_updates": 0}
+
+    if TYPE_CHECKING:  # torch.nn.Module says that a call takes anything, and returns Any
+
+        def __call__(self, returns: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor: ...  # noqa: D102
+
+    def forward(self, returns: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Update the percentiles in training, and return the scale."""
+        _tensors.check_floats("ReturnScale", "returns", returns)
+        if mask is not None:
+            _tensors.check_mask("ReturnScale", mask, "returns", returns)
+        _tensors.check_device("ReturnScale", "returns", returns, "the module", self.num_updates)
+        if _distributed.mesh_of(returns, mask) is not None:
+            _tensors.refuse_group("ReturnScale", self._group[0], "returns", returns, mask)
+            return _distributed.by_whole(self.forward, returns, mask)  # type: ignore[no-any-return]
+        if self.training and returns.numel() > 0:
+            with torch.no_grad():
+                self._update(returns.detach(), mask)
+        return self.scale
+
+    @property
+    def offset(self) -> torch.Tensor:
+        """The running low percentile; 0 before any update."""
+        return self._percentiles()[0].to(torch.float32, copy=True)
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """The last scale; `minimum` before any update."""
+        low, high = self._percentiles().unbind()
+        return (high - low).clamp(min=self.minimum).float()
+
+    def _percentiles(self) -> torch.Tensor:
+        if not self.debias:
+            return self.running_percentiles
+        weight = 1 - self.decay ** self.num_updates.to(self.running_percentiles.dtype)
+        return self.running_percentiles / torch.where(self.num_updates == 0, 1, weight)
+
+    def _update(self, returns: torch.Tensor, mask: torch.Tensor | None) -> None:
+        counts = returns.isfinite() if mask is None else returns.isfinite() & mask
+        entries = torch.where(counts, returns, math.inf).flatten()
+        if self._group[0]:
+            entries = gathered("ReturnScale", entries, *self._group)
+        running = self.running_percentiles
+        entries = entries.sort().values.to(running.dtype)  # what does not count is at the end
+        last = entries.isfinite().sum() - 1
+        place = last.clamp(min=0).to(running.dtype)
+        places = torch.stack([place * self.low, place * self.high])
+        below, above = entries.gather(0, places.floor().long()), entries.gather(0, places.ceil().long())
+        share = places - places.floor()
+        percentiles = (1 - share) * below + share * above
+        updated = self.decay * running + (1 - self.decay) * percentiles
+        running.copy_(torch.where(last < 0, running, updated))
+        self.num_updates.add_(last >= 0)
+
+    def extra_repr(self) -> str:
+        """The arguments."""
+        return ", ".join(f"{name}={getattr(self, name)}" for name in ("low", "high", "decay", "minimum", "debias"))
