@@ -259,6 +259,24 @@ def plain_data(kind: Any) -> Callable[[torch.Tensor], Any]:
     return run
 
 
+@program("returns", "standardize", advantages=(B, T))
+def _standardize(advantages):
+    return gs.standardize(advantages)
+
+
+@program("returns", "ReturnScale", returns=(B, T))
+def _return_scale(returns):
+    scale = gs.ReturnScale()
+    return scale(returns.detach()), returns.sum()
+
+
+@program("returns", "completed_q_policy", values=(B, A), logits=(B, A))
+def _completed_q_policy(values, logits):
+    visits = torch.arange(A).expand(B, A)
+    policy = gs.completed_q_policy(logits.detach(), values.detach(), visits, values[:, 0].detach())
+    return policy, values.sum() + logits.sum()
+
+
 for _kind in (gs.VTrace, gs.GeneralizedAdvantages, gs.MuZeroTargets, gs.NStepTransitions):
     program("returns", _kind.__name__, x=(B, T))(plain_data(_kind))
 
@@ -468,7 +486,7 @@ def test_every_public_name_has_a_program():
     )
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("group", GROUPS)
 def test_values_and_gradients_are_those_of_eager_mode(group, fullgraph):
     torch._dynamo.reset()
