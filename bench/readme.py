@@ -26,12 +26,12 @@ RESULTS = ROOT / "bench" / "results"
 def load(name: str) -> tuple[list[dict[str, Any]], str]:
     """The rows of a benchmark, and a line that describes the machine."""
     data = json.loads((RESULTS / f"{name}.json").read_text())
-    machine = data["machine"]
-    line = (
-        f"{machine['cpu']}, {machine['threads']} threads, {machine['instruction set']}, PyTorch {machine['torch']}; "
-        f"medians of one run, timed alternately (`bench/results/{name}.json`)."
-    )
+    line = f"{described(data['machine'])}; medians of one run, timed alternately (`bench/results/{name}.json`)."
     return data["rows"], line
+
+
+def described(machine: dict[str, str]) -> str:
+    return f"{machine['cpu']}, {machine['threads']} threads, {machine['instruction set']}, PyTorch {machine['torch']}"
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -288,11 +288,13 @@ def instructions_table() -> str:
 
 
 def by_project() -> tuple[dict[str, dict[str, dict[str, Any]]], str]:
-    """Results of tools/against.py, by project and dtype."""
+    """Results of tools/against.py, by project and dtype. A row with a machine was measured there."""
     rows, machine = load("clients")
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
         found.setdefault(row["project"], {})[row["dtype"]] = row
+    elsewhere = {row["project"]: described(row["machine"]) for row in rows if "machine" in row}
+    machine = " ".join([machine, *(f"{project}: {other}." for project, other in elsewhere.items())])
     return found, machine.replace("1 threads", "1 thread").replace(
         "medians of one run, timed alternately", "medians, timed alternately"
     )

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 
@@ -21,7 +22,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import against  # noqa: E402
 from recipes import lockstep  # noqa: E402
-from recipes.checkout import Checkout, Edit, UnusableError, fetch  # noqa: E402
+from recipes.checkout import Checkout, Edit, Lines, UnusableError, fetch  # noqa: E402
 
 # ---- Differences -----------------------------------------------------------------------------------------------------
 
@@ -94,11 +95,22 @@ def _momentum(side):
 
 
 def test_both_learners_draw_the_same_random_numbers():
+    """From PyTorch and from NumPy, in a step and in the loss alone."""
+
+    def drawn():
+        return torch.cat([torch.rand(3), torch.from_numpy(numpy.random.random(3))])
+
     def random_side():
-        side = learner()
-        return lockstep.Side(lambda batch: {**side.step(batch), "drawn": torch.rand(3)}, side.optimizers, side.loss)
+        side, leaf = learner(), torch.ones(6, dtype=torch.float64, requires_grad=True)
+
+        def loss():
+            (drawn() * leaf).sum().backward()
+            return [leaf]
+
+        return lockstep.Side(lambda batch: {**side.step(batch), "drawn": drawn()}, side.optimizers, loss)
 
     assert lockstep.differences(random_side(), random_side(), [None] * 2)["drawn"] == 0
+    assert lockstep.difference_alone(random_side(), random_side()) == 0
 
 
 def test_gradient_of_the_loss_alone():
@@ -203,6 +215,27 @@ def test_inner_functions(tmp_path):
     edits = [edit(file="a_script.py", lines="first = 10")]
     for lines, expected in (([], 7), (edits, 16)):
         assert Checkout(tmp_path).inner_function("a_script.py", "update", lines, {"factor": 2})(3) == expected
+
+
+def test_parts_of_scripts(tmp_path):
+    """Lines under `if __name__ == "__main__":`, with lines replaced, without running the lines around them."""
+    (tmp_path / "a_script.py").write_text(
+        "def update(x):\n    # begin\n    raise AssertionError\n\nif __name__ == '__main__':\n    import nowhere\n"
+        "    for x in nowhere.data():\n        # begin\n        first = 1\n        total = first + factor * x\n"
+        "        # end\n        nowhere.log(total)\n"
+    )
+    found = Checkout(tmp_path)
+    part = Lines("a_script.py", "__main__", "# begin", "# end")
+    edits = [edit(file="a_script.py", function="__main__", stop="total =", lines="first = ours()\nother = 5")]
+    names = {"factor": 2, "ours": lambda: 10}
+    theirs, ours = (found.part(part, lines, names) for lines in ([], edits))
+    assert [theirs({"x": x})["total"] for x in (3, 4)] == [7, 9]
+    assert (ours({"x": 3})["total"], ours({"x": 3, "factor": 1})["total"], ours({"x": 3})["other"]) == (16, 13, 5)
+    assert names.keys() == {"factor", "ours"}
+    assert (found.lines_of(part), found.lines_of(edits[0])) == ((8, 10), (9, 9))
+    with pytest.raises(NameError, match="'x'") as raised:
+        theirs({})
+    assert raised.traceback[-1].lineno + 1 == 10  # the number of the line in the file
 
 
 def test_fetched_checkouts(monkeypatch, tmp_path):

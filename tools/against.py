@@ -54,6 +54,7 @@ PROJECTS = {
     "sb3-tqc-critic": "sb3_tqc_critic",
     "FastTD3": "fasttd3",
     "EfficientZeroV2": "efficientzero_v2",
+    "cleanrl-ppo": "cleanrl_ppo",
 }
 DOUBLE = {"torch.float32": "torch.float64", '"float32"': '"float64"'}
 

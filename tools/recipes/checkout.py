@@ -24,18 +24,21 @@ class UnusableError(Exception):
 
 
 @dataclass(frozen=True)
-class Edit:
-    """Lines of a function to replace: the first that contains `start`, up to but excluding the next with `stop`."""
+class Lines:
+    """Lines of a function: the first that contains `start`, up to but excluding the next with `stop`.
+
+    The function "__main__" is the block of a script that `if __name__ == "__main__":` begins.
+    """
 
     file: str
     function: str
     start: str
     stop: str
-    lines: str = ""
 
     def found(self, source: Sequence[str]) -> tuple[int, int]:
-        """Indices of the first line to replace and of the first line after the replaced ones."""
-        first = self._line_with(f"def {self.function}(", source, 0)
+        """Indices of the first of these lines and of the first line after them."""
+        opening = "if __name__ ==" if self.function == "__main__" else f"def {self.function}("
+        first = self._line_with(opening, source, 0)
         first = self._line_with(self.start, source, first)
         return first, self._line_with(self.stop, source, first)
 
@@ -46,6 +49,13 @@ class Edit:
         raise UnusableError(
             f"{self.file}: no line of {self.function} has {text!r}; the recipe does not fit this commit"
         )
+
+
+@dataclass(frozen=True)
+class Edit(Lines):
+    """Lines of a function to replace."""
+
+    lines: str = ""
 
     def applied(self, source: Sequence[str]) -> list[str]:
         first, stop = self.found(source)
@@ -215,14 +225,31 @@ class Checkout(MetaPathFinder):
         exec(compile(ast.Module(found, []), str(path), "exec", dont_inherit=True), scope)
         return scope[name]
 
+    def part(
+        self, part: Lines, edits: Sequence[Edit], names: Mapping[str, Any]
+    ) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+        """A function that runs these lines of a file with `names` and given variables, and returns all variables."""
+        path = self.folder / part.file
+        source = self._changed(edits, path.read_text()).splitlines()
+        first, stop = part.found(source)
+        lines = "\n" * first + textwrap.dedent("\n".join(source[first:stop]))  # with their numbers in the file
+        code = compile(lines, str(path), "exec", dont_inherit=True)
+
+        def run(variables: Mapping[str, Any]) -> dict[str, Any]:
+            scope = {**names, **variables}
+            exec(code, scope)
+            return scope
+
+        return run
+
     def _changed(self, edits: Sequence[Edit], source: str) -> str:
         lines = source.splitlines()
         for edit in edits:
             lines = edit.applied(lines)
         return self._with_texts("\n".join(lines) + "\n")
 
-    def lines_of(self, edit: Edit) -> tuple[int, int]:
-        """First and last line of its file, counted from 1, that the edit replaces."""
+    def lines_of(self, edit: Lines) -> tuple[int, int]:
+        """First and last of the lines, counted from 1."""
         first, stop = edit.found((self.folder / edit.file).read_text().splitlines())
         return first + 1, stop
 

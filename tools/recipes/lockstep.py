@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 
 
@@ -105,10 +106,15 @@ def differences(ours: Side, theirs: Side, batches: Iterable[Any], together: bool
 
 
 def _observed(side: Side, seed: int, batch: Any) -> dict[str, list[Any]]:
-    torch.manual_seed(seed)
+    _seed(seed)
     with _gradients(side.optimizers) as gradients:
         reported = {name: [value] for name, value in side.step(batch).items()}
     return {"gradients": gradients, "weights": side.weights(), **reported}
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    numpy.random.seed(seed)
 
 
 def _bring_together(ours: Side, theirs: Side) -> None:
@@ -170,8 +176,10 @@ def clear(predictions: Sequence[torch.Tensor]) -> None:
 
 
 def difference_alone(ours: Side, theirs: Side) -> float:
-    """The `difference` of the gradients that the losses alone give."""
-    found, expected = (
-        [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in side.loss()] for side in (ours, theirs)
-    )
-    return difference(found, expected)
+    """The `difference` of the gradients that the losses alone give. Both draw the same random numbers."""
+    return difference(*map(_gradients_alone, (ours, theirs)))
+
+
+def _gradients_alone(side: Side) -> list[torch.Tensor]:
+    _seed(0)
+    return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in side.loss()]
