@@ -52,8 +52,6 @@ def rebuilt(owner: str, change: Callable[[Any, Any], Any], x: Any) -> Any:
     kind = type(x)
     if kind is tuple or kind is list:
         return kind([change(k, item) for k, item in enumerate(x)])
-    if isinstance(x, tuple) and hasattr(kind, "_fields") and not hasattr(x, "__dict__"):
-        return tuple.__new__(kind, [change(k, item) for k, item in enumerate(x)])
     if kind is dict:
         return {key: change(key, item) for key, item in x.items()}
     if kind in pytree.SUPPORTED_NODES:
@@ -61,6 +59,8 @@ def rebuilt(owner: str, change: Callable[[Any, Any], Any], x: Any) -> Any:
         items, context = node.flatten_fn(x)
         keys = list(x) if isinstance(x, dict) else range(len(items))
         return node.unflatten_fn([change(key, item) for key, item in zip(keys, items, strict=True)], context)
+    if isinstance(x, tuple) and hasattr(x, "_fields") and not kind.__dictoffset__:  # it has no attributes
+        return tuple.__new__(kind, [change(k, item) for k, item in enumerate(x)])
     if isinstance(x, dict):
         items = list(x.items())
     elif isinstance(x, tuple | list):

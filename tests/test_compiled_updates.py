@@ -13,11 +13,14 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import clip_grad_norm_
+from torch.torch_version import TorchVersion
 
 import gradscale_ext as gs
 from gradscale_ext import GradientMonitor, _context
 
 pytestmark = pytest.mark.untraced
+#: torch.compile cannot format an object, nor vmap a view of another dtype.
+IS_EARLIER = TorchVersion(torch.__version__) < "2.13.0a0"
 INDUCTOR = os.environ.get("GRADSCALE_TEST_BACKEND", "inductor")
 
 
@@ -301,7 +304,7 @@ READINGS = {
 }
 
 
-@pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.parametrize("reading", [name for name in READINGS if name != "format" or not IS_EARLIER])
 def test_results_are_read_in_compiled_code(reading):
     def read(given):
         before = READINGS[reading](gs.gradient_statistics(given, names=list("abcde")))
@@ -331,8 +334,9 @@ def test_statistics_of_a_tensor_within_a_loss():
 def test_statistics_in_compiled_transforms():
     """Transforms run the reference, which must compile as well."""
     x = numbers((3, 5), 0)
-    mapped = torch.compile(torch.func.vmap(lambda row: gs.gradient_statistics([row]).histogram), fullgraph=True)(x)
-    assert_same_bits(mapped, torch.stack([gs.gradient_statistics([row]).histogram for row in x]))
+    mapped = torch.func.vmap(lambda row: gs.gradient_statistics([row]).histogram)
+    for function in (mapped,) if IS_EARLIER else (mapped, torch.compile(mapped, fullgraph=True)):
+        assert_same_bits(function(x), torch.stack([gs.gradient_statistics([row]).histogram for row in x]))
     penalty = lambda x: (gs.gradient_statistics([x]).norm * x.square().sum()).sum()
     gradient = torch.compile(torch.func.grad(penalty), fullgraph=True)(torch.tensor([3.0, 4.0]))
     torch.testing.assert_close(gradient, torch.tensor([30.0, 40.0]))

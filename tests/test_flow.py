@@ -18,10 +18,13 @@ import torch
 import torch._dynamo.testing
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 import gradscale_ext as gs
 
+#: torch.compile does not trace all of Python's ways with classes.
+IS_EARLIER = TorchVersion(torch.__version__) < "2.13.0a0"
 SCALE = 1 / 3
 WEIGHTS = torch.linspace(-2, 3, 5, dtype=torch.float64)
 POINT = torch.linspace(0.5, 1.5, 5, dtype=torch.float64)
@@ -459,6 +462,9 @@ STRUCTURES = {
 }
 
 
+WITH_ATTRIBUTES = {name for name in STRUCTURES if "constructor" in name or "attributes" in name} | {"outputs", "nested"}
+
+
 def _check_structure(make, tensors, function):
     """The result has the type of the structure, and all its tensors have scaled gradients."""
     leaves = [torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)]
@@ -481,7 +487,8 @@ def test_structures_are_preserved(name, compiled):
     torch._dynamo.reset()
     function = lambda x: gs.scale_gradient(x, 0.25)
     if compiled:
-        function = torch.compile(function, backend="aot_eager", fullgraph=True)
+        breaks = IS_EARLIER and name in WITH_ATTRIBUTES
+        function = torch.compile(function, backend="aot_eager", fullgraph=not breaks)
     given, result = _check_structure(*STRUCTURES[name], function)
     if isinstance(given, dict):
         assert list(result) == list(given)
@@ -542,7 +549,7 @@ def test_other_structures_are_rejected(structure, words):
     with pytest.raises(TypeError, match=words):
         gs.scale_gradient(structure, 0.5)
     compiled = torch.compile(lambda x: gs.scale_gradient(x, 0.5), backend="eager")
-    with pytest.raises(Exception, match=words):
+    with pytest.raises(Exception, match=None if IS_EARLIER else words):
         compiled(structure)
 
 

@@ -480,6 +480,7 @@ def test_opcheck():
                 "importance_weights": [None, torch.rand(3), None, None],
                 "mask": [mask, None, None, None],
                 "head_weights": [weight, None, None, weight],
+                "num_entries": [torch.tensor(5.0), None, None, None] if reduction == "mean" else [],
             }
             options = Options(**by_head, reduction=reduction, batch_first=batch_first)
             torch.library.opcheck(

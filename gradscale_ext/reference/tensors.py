@@ -71,8 +71,10 @@ def _statistics_of(tensor: torch.Tensor | None, p: float, device: torch.device) 
 
 
 def _exponents(magnitudes: torch.Tensor) -> torch.Tensor:
-    """floor(log2(x)), from the bits of x: Inductor of PyTorch 2.13 writes invalid C++ for frexp of float64. Of
-    subnormal numbers and 0, the smallest exponent."""
+    """floor(log2(x)). While torch.compile traces, from the bits of x: Inductor of PyTorch 2.13 writes invalid C++ for
+    frexp of float64. Subnormal numbers and 0 then have the smallest exponent."""
+    if _context.is_eager():
+        return torch.frexp(magnitudes).exponent - 1
     is_double = magnitudes.dtype == torch.float64
     fraction_bits, bias = (52, 1023) if is_double else (23, 127)
     return (magnitudes.view(torch.int64 if is_double else torch.int32) >> fraction_bits) - bias
