@@ -22,6 +22,8 @@ sys.path.insert(0, str(HERE.parent))
 
 from fuzz.budget import journal_of  # noqa: E402
 
+TIMEOUT = 2700
+"""Seconds of one test, which has many more examples here than in the ordinary tests. After them the test hangs."""
 GRACE = 600.0
 """Seconds after the deadline in which a process may still shrink a failing case."""
 
@@ -33,7 +35,7 @@ def run_until(folder: Path, worker: int, deadline: float, tests: list[str], seed
         chosen = random.SystemRandom().randrange(2**32) if seed is None else seed
         journal = folder / f"{worker}-{chosen}"
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
-        command += [f"--hypothesis-seed={chosen}", "--show-capture=no", *(tests or [str(HERE)])]
+        command += [f"--hypothesis-seed={chosen}", "--show-capture=no", f"--timeout={TIMEOUT}", *(tests or [str(HERE)])]
         environment = {
             "OMP_NUM_THREADS": "1",
             "MALLOC_PERTURB_": str(1 + chosen % 255),  # overwrite freed memory
