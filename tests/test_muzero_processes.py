@@ -73,8 +73,9 @@ def test_ranks_of_torchrun_save_when_ctrl_c_is_pressed(tmp_path):
 def test_a_second_run_ends_and_the_first_goes_on(tmp_path):
     """Killing the first run releases its folder."""
     pytest.importorskip("tensorboard")
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
-    command = [sys.executable, EXAMPLE / "train.py", *options, f"--directory={tmp_path}"]
+    endless = {**SMALL, "training_steps": 10**6}
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in endless.items()]
+    command = [sys.executable, "-u", EXAMPLE / "train.py", *options, f"--directory={tmp_path}"]
     first = run(command)
     deadline = time.monotonic() + PATIENCE
     while not list(tmp_path.glob("*/checkpoint.pt")):
