@@ -203,7 +203,8 @@ def decoded(x: Array, support: Any) -> tuple[Array, Array]:
     expectation, size = p @ middles, (p * magnitude) @ np.abs(middles)
     if support.space == "raw":
         return expectation, size + 4 * p @ np.abs(middles)  # rounding steps of a transform
-    size = size + max(abs(support.minimum), abs(support.maximum))  # equally spaced centres are rounded like the ends
+    # Equally spaced centres are rounded like the ends, and so are the partial sums of many bins.
+    size = size + max(abs(support.minimum), abs(support.maximum)) * (1 + support.num_bins / 512)
     back = transformed_back(expectation, support.transform, support.eps)
     # The slope increases with the magnitude, so it is taken at the upper end of the error.
     return back, size * slope_back(np.abs(expectation) + 1e-4 * size, support.transform, support.eps) + np.abs(back)
