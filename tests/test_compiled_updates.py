@@ -381,7 +381,7 @@ def histories(clip, form, **options):
     return charts, [parameter.detach() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("form", ["whole", "parts"])
+@pytest.mark.parametrize("form", ["whole", pytest.param("parts", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("clip", CLIPS)
 def test_a_monitor_sees_compiled_updates(clip, form):
     (found, ours), (expected, theirs) = histories(clip, form), histories(clip, "eager")

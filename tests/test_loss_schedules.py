@@ -148,7 +148,7 @@ def ways_to_give_heads():
 
 
 @pytest.mark.parametrize(("way", "function", "arguments_for"), list(ways_to_give_heads()))
-@pytest.mark.parametrize("fullgraph", [True, False], ids=["fullgraph", "breaks"])
+@pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["fullgraph", "breaks"])
 def test_ways_to_give_heads(way, function, arguments_for, fullgraph, graphs):
     predictions, targets = drawn(HEADS)
     run = torch.compile(function, fullgraph=fullgraph, backend=graphs)
