@@ -55,7 +55,7 @@ def completed_q_policy(
         TypeError: an argument is of the wrong type or dtype.
         ValueError: a shape, device or number is wrong, or a tensor requires grad while gradients are recorded.
 
-    The result is that of `qtransform_completed_by_mix_value` and `gumbel_muzero_policy` of mctx, if all actions are
+    The result equals `qtransform_completed_by_mix_value` and `gumbel_muzero_policy` of mctx, if all actions are
     legal. mctx rescales over illegal actions too. Probabilities of visited actions count as the smallest normal number
     where they are smaller, as in mctx.
 

@@ -22,7 +22,7 @@ def standardize(
 ) -> torch.Tensor:
     """``(x - mean) / (std + eps)`` over the unmasked entries of all dimensions: the advantage normalization of PPO.
 
-    With n the number of unmasked entries, the standard deviation is that of ``x.std(unbiased=False)``::
+    With n the number of unmasked entries, the standard deviation equals ``x.std(unbiased=False)``::
 
         mean = sum x / n;    std = sqrt(sum (x - mean)^2 / n)
 
@@ -36,7 +36,7 @@ def standardize(
     Returns:
         The shape of `x`, float64 if `x` is float64, else float32. Masked entries are exactly 0. All entries are 0, with
         a gradient of 0, if all unmasked entries are equal, as a single one is. Differentiable with respect to `x`; with
-        a process group through the entries of this rank, while those of other ranks are constants.
+        a process group through the entries of this rank; the entries of other ranks are constants.
 
     Raises:
         TypeError: an argument is of the wrong type or dtype.
@@ -153,7 +153,7 @@ class ReturnScale(ModuleWithNumbers):
         TypeError: an argument, also of a call, is of the wrong type or dtype.
         ValueError: an argument is out of range, or has the wrong shape or device.
 
-    The defaults are those of DreamerV3 for returns (Hafner et al. 2023; its `retnorm`: "perc", rate 0.01, limit 1.0).
+    The defaults are DreamerV3's for returns (Hafner et al. 2023; its `retnorm`: "perc", rate 0.01, limit 1.0).
     `RunningScale` of TD-MPC2 starts at 1, and averages the clamped range instead of the percentiles.
 
     >>> return_scale = ReturnScale(low=0.0, high=1.0, decay=0.5)

@@ -256,7 +256,7 @@ def by_typed_storage(h):
 
 def by_address(h):
     address = ctypes.cast(h.data_ptr(), ctypes.POINTER(ctypes.c_float))  # <- address
-    return torch.from_numpy(np.ctypeslib.as_array(address, (16, 6))) + 0  # used while the memory is that of h
+    return torch.from_numpy(np.ctypeslib.as_array(address, (16, 6))) + 0  # used while h owns the memory
 
 
 def by_copied_address(h):

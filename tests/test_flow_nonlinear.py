@@ -632,7 +632,7 @@ COUNTED_CALLS = (
     [*((calls, "aot_eager") for calls in COUNTED_CALLS), (_two_calls, BACKEND), (_equal_calls, BACKEND)],
 )
 def test_counts_of_compiled_calls(calls, backend):
-    """Gradients and counts are those of eager mode."""
+    """Gradients and counts equal eager mode."""
     results = []
     for compiled in (lambda function, **_: function, functools.partial(_compiled, backend=backend)):
         x, clip = INPUT.clone().requires_grad_(), gs.ClipGradientNorm(0.3, batch_dims=1)

@@ -52,7 +52,7 @@ def test_supports_and_heads_are_plain_numbers(without_values):
     [("symlog", 0.0, gs.symexp), *[("signed_hyperbolic", eps, gs.signed_parabolic) for eps in (0.0, 1e-3, 0.5)]],
 )
 def test_the_largest_raw_support(transform, eps, inverse):
-    """The raw values of its ends are finite in float32, and those of slightly larger ends are not."""
+    """The raw values of its ends are finite in float32, and the raw values of slightly larger ends are not."""
     with pytest.raises(ValueError, match="minimum and maximum must be from -"):
         gs.Support(-1e39, 1e39, 5, transform, eps, space="raw")
     low, high = 1.0, 1e39  # the largest support that is accepted, by bisection
@@ -143,7 +143,7 @@ def test_modules_without_values_are_printed(name):
 
 
 def _compared(function, *tensors):
-    """Compare value and gradient of a function with those of the compiled function."""
+    """Compare value and gradient of a function with the compiled function."""
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     results = []

@@ -1312,7 +1312,7 @@ def test_a_third_player_raises_on_a_cpu(changes, seen, module):
 )
 @pytest.mark.any_version
 def test_entries_of_to_play_that_no_target_reads(changes, check, module):
-    """They may hold anything: the targets are those of equal players there, as the definition reads them."""
+    """They may hold anything: the targets equal the targets of equal players there, as the definition reads them."""
     arguments = of_window(**changes)
     results = windows(module, **arguments, check=check)
     steps, n = arguments.get("num_unroll_steps", 2), arguments.get("td_steps", 2)

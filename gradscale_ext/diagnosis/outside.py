@@ -51,7 +51,7 @@ class Outside(Generic[Way]):
     A value has come back in one of two cases:
 
     - More of its numbers are among the ones that left than a coincidence explains.
-    - Its numbers are as many as those of a table that left, and in the same order or in the reverse order: they were
+    - It has as many numbers as a table that left, and in the same order or in the reverse order: they were
       changed one by one, as in `2 * x` or `np.tanh(x)`. The order of a single row is too often the order of other data.
     """
 

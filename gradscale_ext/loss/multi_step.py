@@ -143,11 +143,11 @@ def multi_step_loss(
             number of unmasked entries, at least 1).
         num_entries: mapping of head names to a number above 0 or a tensor without dimensions on the device of the
             predictions: the divisor of "mean" and "valid_mean" in place of this call's own count, which is B or the
-            number of unmasked entries. With the counts of a whole batch, the losses and gradients of its micro-batches
-            add up to those of the batch (gradient accumulation). A head that is not named keeps its own count. It is
-            read without waiting for the device, and a number that changes does not recompile. A tensor has an integer
-            type, float32 or float64, and counts as 1 if it is 0. With a process group it is the count of this rank,
-            and the counts of all ranks are added. `head_means` are means over the entries of this call.
+            number of unmasked entries. With the counts of a whole batch, losses and gradients of its micro-batches add
+            up to the loss and gradient of the batch (gradient accumulation). A head that is not named keeps its own
+            count. It is read without waiting for the device, and a number that changes does not recompile. A tensor has
+            an integer type, float32 or float64, and counts as 1 if it is 0. With a process group it is the count of
+            this rank, and the counts of all ranks are added. `head_means` are means over the entries of this call.
         nonfinite: "propagate": NaN reaches the loss, and only that sample's gradients. "skip": a sample whose loss is
             not finite (L_b, without its importance weight) adds nothing. `num_nonfinite` counts these samples in both
             cases.

@@ -35,7 +35,8 @@ def priorities(
         eps: added to every error, so that no priority is 0; at least 0.
         batch_first: False: tensors with both dimensions are `[T, B]`, as in `multi_step_loss`.
         mask: `[B, T]` bool, False where there is no target, as in `multi_step_loss`. Masked entries do not count, also
-            if they are NaN; their priority with "all", and that of a sample without an unmasked entry, is eps^alpha.
+            if they are NaN; their priority with "all" is eps^alpha, as is the priority of a sample without an unmasked
+            entry.
         check: raise ValueError if an unmasked entry is NaN, or if its error is. It waits for the device, and raises an
             error under torch.compile, torch.export and torch.func transforms, where there are no values to read.
 
