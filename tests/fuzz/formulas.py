@@ -210,8 +210,8 @@ def decoded(x: Array, support: Any) -> tuple[Array, Array]:
 
 
 def rounded_ends(support: Any) -> float:
-    """The magnitude that rounds equally spaced centres. The kernel adds up a running sum for each block of bins, so that
-    the rounding grows with their number."""
+    """The magnitude that rounds equally spaced centres. The kernel adds up a running sum for each block of bins, so the
+    rounding grows with their number."""
     return max(abs(support.minimum), abs(support.maximum)) * (1 + support.num_bins / 512)  # type: ignore[no-any-return]
 
 
