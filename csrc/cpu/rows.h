@@ -156,16 +156,15 @@ A largest_finite(const T* logits, int64_t width) {
   return largest(most);
 }
 
-// Stores exp(logit - maximum) in `scratch`, beginning at the returned `values`. For the moment, `partial_sums` adds up
-// the running sums after each aligned block. It counts an element of block k (blocks - k) times, so that
-// blocks * sum - partial_sums weights the element by k.
+// Stores exp(logit - maximum) in `scratch`, beginning at the returned `values`. The moment weights an element by the
+// distance of its block from the middle of the row.
 template <bool with_moment, bool in_range, class T, class A>
 Softmax<A> softmax_of(const T* logits, int64_t width, A maximum, Ahead ahead, A* scratch) {
   const int64_t before = elements_before_blocks(logits, width);
   A* values = scratch + (before == 0 ? 0 : kLanes - before);
   const Lanes<A> zero = A(0);
-  Lanes<A> sum = zero, partial_sums = zero, moment = zero; // the moment is in units of blocks
-  int64_t blocks = 0;                                      // aligned blocks so far
+  Lanes<A> sum = zero, moment = zero; // `moment` weights each element as if it were in lane 0 of its block
+  Lanes<A> next = static_cast<A>(2 * before + 1 - width); // the weight in the next aligned block
   const auto* read = static_cast<const T*>(ahead.read);
   const auto* write = static_cast<const T*>(ahead.write != nullptr ? ahead.write : values);
   each_block<1>(before, width, [&](int64_t j, auto lanes, auto) {
@@ -177,19 +176,13 @@ Softmax<A> softmax_of(const T* logits, int64_t width, A maximum, Ahead ahead, A*
     const Lanes<A> counted = kept(lanes, e, zero);
     sum += counted;
     if constexpr (with_moment && std::is_same_v<decltype(lanes), AllLanes>) {
-      partial_sums += sum;
-      ++blocks;
+      moment += counted * next;
+      next += Lanes<A>(A(2 * kLanes));
     } else if constexpr (with_moment) {
-      moment += counted * Lanes<A>(static_cast<A>(j - before - blocks * kLanes) * A(1.0 / kLanes));
+      moment += counted * Lanes<A>(static_cast<A>(2 * j + 1 - width));
     }
   });
-  A weighted = 0;
-  if (with_moment) {
-    const Lanes<A> offset = Lanes<A>::numbers() * Lanes<A>(2) + Lanes<A>(static_cast<A>(2 * before + 1 - width));
-    moment += sum * Lanes<A>(static_cast<A>(blocks)) - partial_sums;
-    weighted = total(moment * Lanes<A>(2 * kLanes) + sum * offset);
-  }
-  return {total(sum), weighted, values};
+  return {total(sum), with_moment ? total(moment + sum * Lanes<A>::numbers() * Lanes<A>(2)) : A(0), values};
 }
 
 template <bool with_moment, class T, class A>

@@ -203,16 +203,10 @@ def decoded(x: Array, support: Any) -> tuple[Array, Array]:
     expectation, size = p @ middles, (p * magnitude) @ np.abs(middles)
     if support.space == "raw":
         return expectation, size + 4 * p @ np.abs(middles)  # rounding steps of a transform
-    size = size + rounded_ends(support)
+    size = size + max(abs(support.minimum), abs(support.maximum))  # equally spaced centres are rounded like the ends
     back = transformed_back(expectation, support.transform, support.eps)
     # The slope increases with the magnitude, so it is taken at the upper end of the error.
     return back, size * slope_back(np.abs(expectation) + 1e-4 * size, support.transform, support.eps) + np.abs(back)
-
-
-def rounded_ends(support: Any) -> float:
-    """The magnitude that rounds equally spaced centres. The kernel adds up a running sum for each block of bins, so the
-    rounding grows with their number."""
-    return max(abs(support.minimum), abs(support.maximum)) * (1 + support.num_bins / 512)  # type: ignore[no-any-return]
 
 
 # ---- Losses of heads: [N] rows, their gradients, and how far rounding may take both ---------------------------------
@@ -565,7 +559,7 @@ def decoded_gradient(x: Array, support: Any) -> tuple[Array, Array]:
     size = ((p * magnitude) @ np.abs(middles))[:, None] + np.abs(middles)
     gradient, entering = p * (middles - expectation), p * magnitude * size
     if support.space == "transformed":
-        ends = rounded_ends(support)
+        ends = max(abs(support.minimum), abs(support.maximum))
         slope = slope_back(expectation, support.transform, support.eps)
         # An error of the expectation changes the slope, at most by the expectation's relative error.
         entering = slope * (entering + p * ends) + np.abs(gradient) * slope * (1 + 2 * (size + ends))
