@@ -332,8 +332,7 @@ def _detail(name: str, call: Call, blocks: list[_Block]) -> torch.Tensor:
         support: Bins = head.support  # type: ignore[attr-defined]
         details = decoded(_by_step(call, blocks, [expectation(logits, support) for logits in predictions]), support)
     else:
-        log_probabilities = [logits.log_softmax(-1) for logits in predictions]
-        details = _by_step(call, blocks, [_cross_entropy(log_p, log_p.exp()) for log_p in log_probabilities])
+        details = _by_step(call, blocks, [_entropy(logits) for logits in predictions])
     return maybe_transposed(details, call.options.batch_first).to(call.dtype)
 
 
@@ -356,17 +355,15 @@ def _encoded(head: Head, target: torch.Tensor, prediction: torch.Tensor, dtype: 
 
 
 def _categorical_loss(head: TwoHot | HLGauss, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return _cross_entropy(logits.log_softmax(-1), target)
+    return _cross_entropy(logits, target, total=1)
 
 
 def _soft_cross_entropy_loss(head: SoftCrossEntropy, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    log_probabilities = logits.log_softmax(-1)
-    loss = _cross_entropy(log_probabilities, target)
+    loss = _cross_entropy(logits, target, total=target.sum(-1))
     if head.subtract_target_entropy:
         loss = loss + torch.special.xlogy(target, target).sum(-1)
     if head.entropy_weight != 0:
-        probabilities = log_probabilities.exp()
-        loss = loss - head.entropy_weight * _cross_entropy(log_probabilities, probabilities)
+        loss = loss - head.entropy_weight * _entropy(logits)
     return loss
 
 
@@ -471,10 +468,18 @@ def _product(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return weight * torch.where(weight == 0, 0.0, x)
 
 
-def _cross_entropy(log_probabilities: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    # Logits without a softmax have NaN for all logarithms. Their loss is NaN, also if all targets are 0.
-    first = log_probabilities[..., 0].detach()
-    return torch.where(first.isnan(), first, 0.0) - _product(target, log_probabilities).sum(-1)
+def _cross_entropy(logits: torch.Tensor, target: torch.Tensor, total: torch.Tensor | int) -> torch.Tensor:
+    """``-sum_j t_j log p_j`` for targets with this sum. The derivative is computed element by element: the backward pass of log_softmax adds up
+    the row, so that a compiler would store what it adds. A row without a softmax has a loss of NaN."""
+    below_largest = logits - logits.detach().amax(-1, keepdim=True)
+    return total * below_largest.exp().sum(-1).log() - _product(target, below_largest).sum(-1)
+
+
+def _entropy(logits: torch.Tensor) -> torch.Tensor:
+    log_probabilities = logits.log_softmax(-1)
+    probabilities = log_probabilities.exp()
+    # All probabilities are NaN in a row without a softmax.
+    return -_product(probabilities, log_probabilities).sum(-1)
 
 
 def _smoothed(target: torch.Tensor, label_smoothing: float) -> torch.Tensor:

@@ -118,8 +118,8 @@ def expectation(logits: torch.Tensor, support: Bins) -> torch.Tensor:
     # A power of two keeps sums of the largest centres finite.
     factor = 0.5 ** support.num_bins.bit_length()
     values = _stored(of(support, x.dtype, logits.device) * factor)
-    most, least = x.detach().amax(-1, keepdim=True), x.detach().amin(-1, keepdim=True)
-    weights, least = (x - most).exp(), (least - most).exp()
+    weights = (x - x.detach().amax(-1, keepdim=True)).exp()
+    least = weights.detach().amin(-1, keepdim=True)
     # The least weight is the same for all bins, so that its share of a symmetric support is exactly 0.
     share = least.squeeze(-1) * (values + values.flip(-1)).sum() / 2
     return (((weights - least) * values).sum(-1) + share) / weights.sum(-1) / factor
