@@ -45,7 +45,7 @@ PROJECTS = {
     "LightZero": "lightzero",
     "LightZero-unizero": "lightzero_unizero",
     "tdmpc2": "tdmpc2_agent",
-    "dreamerv3-torch": "dreamerv3_torch",
+    "r2dreamer": "r2dreamer",
     "rl": "torchrl_sac",
     "DANN": "dann",
     "audiocraft": "audiocraft_balancer",
