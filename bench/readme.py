@@ -322,7 +322,7 @@ def steps_table() -> str:
     found, machine = by_project()
     header, lines = ["ms: theirs, ours"], [["loss alone"], ["whole learner step"]]
     for name, rows in found.items():
-        header.append("TorchRL" if name == "rl" else name)
+        header.append(name)
         for line, what in zip(lines, ("loss", "step"), strict=True):
             theirs, ours = rows["float32"][what]["theirs"], rows["float32"][what]["ours"]
             line.append(f"{significant(theirs)}, {significant(ours)} ({theirs / ours:.2f}x)")

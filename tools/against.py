@@ -46,7 +46,7 @@ PROJECTS = {
     "LightZero-unizero": "lightzero_unizero",
     "tdmpc2": "tdmpc2_agent",
     "r2dreamer": "r2dreamer",
-    "rl": "torchrl_sac",
+    "torchrl-dreamerv3": "torchrl_dreamerv3",
     "DANN": "dann",
     "audiocraft": "audiocraft_balancer",
     "sb3-qrdqn": "sb3_qrdqn",
