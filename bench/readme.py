@@ -293,8 +293,11 @@ def by_project() -> tuple[dict[str, dict[str, dict[str, Any]]], str]:
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
         found.setdefault(row["project"], {})[row["dtype"]] = row
-    elsewhere = {row["project"]: described(row["machine"]) for row in rows if "machine" in row}
-    machine = " ".join([machine, *(f"{project}: {other}." for project, other in elsewhere.items())])
+    elsewhere: dict[str, list[str]] = {}
+    for project, by_dtype in found.items():
+        if "machine" in by_dtype["float32"]:
+            elsewhere.setdefault(described(by_dtype["float32"]["machine"]), []).append(project)
+    machine = " ".join([machine, *(f"{', '.join(projects)}: {other}." for other, projects in elsewhere.items())])
     return found, machine.replace("1 threads", "1 thread").replace(
         "medians of one run, timed alternately", "medians, timed alternately"
     )
@@ -319,7 +322,7 @@ def steps_table() -> str:
     found, machine = by_project()
     header, lines = ["ms: theirs, ours"], [["loss alone"], ["whole learner step"]]
     for name, rows in found.items():
-        header.append("TorchRL" if name == "rl" else name)
+        header.append(name)
         for line, what in zip(lines, ("loss", "step"), strict=True):
             theirs, ours = rows["float32"][what]["theirs"], rows["float32"][what]["ours"]
             line.append(f"{significant(theirs)}, {significant(ours)} ({theirs / ours:.2f}x)")

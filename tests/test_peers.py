@@ -615,3 +615,27 @@ def test_unizero_with_prioritised_replay():
     priority = (error * mask).sum(1) / steps + 1e-6
     nu = torch.where(mask, out.expected["value"], targets["value"])  # masked steps have no error
     same(gs.priorities(nu, targets["value"], steps="mean", eps=0.0) * T / steps + 1e-6, priority)
+
+
+# ---- TorchRL ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_torchrl_critics(weighted):
+    """`SACLoss`: squared errors of N critics with one target, summed over them, and the mean over the batch.
+
+    The weights of prioritised replay are divided by their sum, and a priority is the largest error of a critic.
+    """
+    q, target = prediction(2, B), normal(B)
+    weights = torch.rand(B, dtype=torch.float64) if weighted else torch.ones(B, dtype=torch.float64)
+    theirs = ((q - target) ** 2).sum(0)
+    theirs = (theirs * weights).sum() / weights.sum()
+
+    importance = weights / weights.mean() if weighted else None
+    target = target.expand_as(q)
+    out = gs.multi_step_loss(
+        {"q": gs.MeanSquaredError()}, {"q": q}, {"q": target}, importance_weights=importance, batch_first=False
+    )
+    same_loss(out.loss, theirs, q)
+    priority = (q - target).abs().detach().max(0).values
+    same(gs.priorities(q, target, steps="max", eps=0.0, batch_first=False), priority)
