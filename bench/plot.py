@@ -16,7 +16,7 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 from harness import RESULTS
-from readme import speed_rows
+from readme import source_of, speed_rows
 
 COLORS = {"eager": "#b2522f", "torch.compile": "#c9a227", "fused": "#1f5f8b"}
 
@@ -43,7 +43,7 @@ def draw_bars() -> None:
 
 def save(figure: Figure, name: str) -> None:
     figure.tight_layout()
-    figure.savefig(RESULTS / f"{name}.svg", metadata={"Date": None})
+    figure.savefig(RESULTS / f"{name}.svg", metadata={"Date": None, "Source": source_of(name)})
     print(f"written to {RESULTS / name}.svg")
 
 

@@ -1,4 +1,5 @@
-"""Writes the tables of README.md and docs/ from the files under bench/results/, so that no figure is typed by hand.
+"""Writes the tables of README.md and docs/ from the files under bench/results/, so that no figure is typed by hand, and
+checks that the pictures were drawn from these files.
 
 A table is between two markers, in one of these files:
 
@@ -6,11 +7,12 @@ A table is between two markers, in one of these files:
     <!-- end: loss -->
 
 python bench/readme.py            # write
-python bench/readme.py --check    # fail if a table differs from the results
+python bench/readme.py --check    # fail if a table or a picture differs from the results
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import sys
@@ -272,6 +274,50 @@ def matrix_table() -> str:
     return table(header, lines) + f"\n\nPyTorch {versions}, CPU (`bench/results/matrix.json`)."
 
 
+#: The contestants of bench/gpu.py, in the words of the tables.
+GPU_COLUMNS = {
+    "fused": "fused",
+    "fused, CUDA graph": "fused, CUDA graph",
+    "torch.compile": "torch.compile",
+    "torch.compile reduce-overhead": "reduce-overhead",
+    "torch.compile max-autotune": "max-autotune",
+    "torch.compile, CUDA graph": "torch.compile, CUDA graph",
+    "eager": "eager",
+    "eager, CUDA graph": "eager, CUDA graph",
+    "device copy": "copy of the bytes",
+}
+
+
+def gpu_table(is_wanted: Callable[[dict[str, Any]], bool]) -> str:
+    """The loss on the GPUs that were measured. Where a size was measured with one set of inputs and with several, which
+    do not stay in the cache, the several are shown."""
+    blocks = []
+    for path in sorted(RESULTS.glob("nvidia-*.json")):
+        data = json.loads(path.read_text())
+        cases: dict[tuple[str, ...], dict[str, float]] = {}
+        for row in data["rows"]:
+            if row["group"] == "loss" and is_wanted(row):
+                case = cases.setdefault((row["size"], row["dtype"], row["pass"]), {})
+                case.setdefault(row["contestant"], row["median_ms"])
+        columns = [name for name in GPU_COLUMNS if any(name in case for case in cases.values())]
+        lines = [
+            [", ".join(what), *(significant(case[name]) if name in case else "" for name in columns)]
+            for what, case in cases.items()
+        ]
+        machine = data["machine"]
+        measured = (
+            f"{machine['gpu']}, PyTorch {machine['torch']}, gradscale_ext {machine['gradscale_ext']}; medians of one "
+            f"run, timed alternately (`bench/results/{path.name}`)."
+        )
+        blocks.append(table(["loss, ms", *(GPU_COLUMNS[name] for name in columns)], lines) + "\n\n" + measured)
+    return "\n\n".join(blocks)
+
+
+def for_readme(row: dict[str, Any]) -> bool:
+    is_small = row["size"] in ("B 256 K 5 S 601 A 18", "B 1024 K 5 S 601 A 362")
+    return is_small and row["pass"] == "forward+backward" and row["dtype"] == "fp32"
+
+
 def instructions_table() -> str:
     """Counted resources of the CUDA kernels' machine code, and the times that follow from them."""
     cases = json.loads((RESULTS / "instructions.json").read_text())["cases"]
@@ -451,6 +497,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "recipes, differences": recipes_differences_table,
     "recipes, lines": recipes_lines_table,
     "speed": speed_table,
+    "GPU": lambda: gpu_table(for_readme),
+    "GPU, all": lambda: gpu_table(lambda row: True),
     "doors": doors_table,
     "steps": steps_table,
     "returns": returns_table,
@@ -473,6 +521,15 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
+#: Pictures under bench/results/, and what they are drawn from.
+PICTURES: dict[str, Callable[[], Any]] = {"speed": speed_rows, "loss": lambda: load("loss")}
+
+
+def source_of(picture: str) -> str:
+    """A mark of the results that a picture is drawn from. bench/plot.py writes it into the picture."""
+    return "results " + hashlib.sha256(json.dumps(PICTURES[picture]()).encode()).hexdigest()[:16]
+
+
 MARKED = re.compile(r"(<!-- table: (.+?) -->\n)(.*?)(<!-- end: \2 -->)", re.DOTALL)
 
 
@@ -493,7 +550,12 @@ def main() -> int:
             print(f"{page.relative_to(ROOT)}: the tables differ from bench/results/; run `python bench/readme.py`")
         else:
             page.write_text(text)
-    return int("--check" in sys.argv and bool(outdated))
+    if "--check" not in sys.argv:
+        return 0
+    pictures = [name for name in PICTURES if source_of(name) not in (RESULTS / f"{name}.svg").read_text()]
+    for name in pictures:
+        print(f"bench/results/{name}.svg was not drawn from these results; run `python bench/plot.py`")
+    return int(bool(outdated or pictures))
 
 
 if __name__ == "__main__":
