@@ -469,8 +469,8 @@ def _product(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _cross_entropy(logits: torch.Tensor, target: torch.Tensor, total: torch.Tensor | int) -> torch.Tensor:
-    """``-sum_j t_j log p_j`` for targets with this sum. The derivative is computed element by element: the backward pass of log_softmax adds up
-    the row, so that a compiler would store what it adds. A row without a softmax has a loss of NaN."""
+    """``-sum_j t_j log p_j`` for targets with this sum; NaN for a row without a softmax. The derivative of log_softmax
+    would add up the gradients of a row, so that a compiler stored them; this one is computed element by element."""
     below_largest = logits - logits.detach().amax(-1, keepdim=True)
     return total * below_largest.exp().sum(-1).log() - _product(target, below_largest).sum(-1)
 
@@ -478,7 +478,6 @@ def _cross_entropy(logits: torch.Tensor, target: torch.Tensor, total: torch.Tens
 def _entropy(logits: torch.Tensor) -> torch.Tensor:
     log_probabilities = logits.log_softmax(-1)
     probabilities = log_probabilities.exp()
-    # All probabilities are NaN in a row without a softmax.
     return -_product(probabilities, log_probabilities).sum(-1)
 
 
