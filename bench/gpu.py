@@ -1,5 +1,5 @@
-"""Everything on a GPU: whole learner steps, the loss, decoding, gradient flow and l2_loss, compared with eager PyTorch
-and its compiler.
+"""Everything on a GPU: whole learner steps, the loss, returns, heads, decoding, gradient flow, statistics and l2_loss,
+compared with eager PyTorch and its compiler.
 
     python bench/gpu.py --results bench/results        # writes bench/results/<name of the GPU>.json
     python bench/gpu.py --cpu-smoke                    # the same code on tiny CPU sizes; the figures mean nothing
@@ -20,12 +20,13 @@ Bytes that must move, for GB/s:
   there is a norm (read, then read and written);
 - l2_loss, with N bytes of parameters: N read, and in the backward pass N read and N written;
 - whole steps: none are counted. The usual code and ours are timed as they are, with compiled networks, and captured by
-  hand; ours also by `CapturedStep`, and by tensordict's CudaGraphModule where it is installed.
+  hand; ours also by `CapturedStep`, and by tensordict's CudaGraphModule where it is installed;
+- returns and single heads: see bench/pieces.py.
 
 "device copy" copies half as many bytes, because each byte is read and written.
 
-Groups are measured in order of importance, and the results are written after each group. Groups that do not fit into
---minutes are skipped and listed; torch.compile is skipped first.
+Groups are measured in order of importance, and the results are written after each group, with what was left out for
+want of time or memory. torch.compile is left out first.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ import flow
 import gradscale_ext as gs
 import harness
 import losses
+import pieces
 import steps
 import usual
 
@@ -78,6 +80,7 @@ class Bench:
     end: float
     seconds: float
     results: list[dict[str, Any]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
     @property
     def on_gpu(self) -> bool:
@@ -89,17 +92,21 @@ class Bench:
     def has(self, seconds: float, what: str) -> bool:
         if self.left() >= seconds:
             return True
-        print(f"left out for want of time: {what}", flush=True)
+        self.leave_out(f"{what}: want of time")
         return False
 
     def fits(self, byte_count: float, what: str) -> bool:
         if not self.on_gpu or torch.cuda.mem_get_info()[0] > byte_count:
             return True
-        print(f"left out for want of memory: {what}", flush=True)
+        self.leave_out(f"{what}: want of memory")
         return False
 
+    def leave_out(self, what: str) -> None:
+        print(f"left out: {what}", flush=True)
+        self.left_out.append(what)
+
     def write(self) -> None:
-        harness.write(self.path, "gpu", self.results)
+        harness.write(self.path, "gpu", self.results, left_out=self.left_out)
 
 
 # ---- Calls ----------------------------------------------------------------------------------------------------------
@@ -516,6 +523,34 @@ def step_group(bench: Bench, name: str, make: Callable[[], steps.Pair], compiler
 # ---- All ------------------------------------------------------------------------------------------------------------
 
 
+# ---- Returns and single heads ---------------------------------------------------------------------------------------
+
+
+def pieces_group(bench: Bench, group: str, what: str, make: Callable[[], Iterable[pieces.Piece]]) -> None:
+    """Measure calls that are no losses of agents."""
+    forget()
+    for piece in make():
+        calls = {"fused": piece.ours, **piece.others}
+        if bench.on_gpu:
+            for name, call in list(calls.items()):
+                try:
+                    calls[f"{name}, CUDA graph"] = captured(call)
+                except Exception as error:  # some of the others cannot be captured
+                    if name == "fused":
+                        raise
+                    bench.leave_out(f"{piece.size}, {name}, CUDA graph: {type(error).__name__}")
+        calls["device copy"] = device_copy(bench, piece.moved, 1)
+        label = {"group": group, "size": piece.size, "dtype": "fp32", "pass": what, "inputs": "one set"}
+        measure(bench, label, calls, piece.moved, "fused")
+
+
+def advantages_of(bench: Bench, sizes: Iterable[tuple[int, int]]) -> Iterator[pieces.Piece]:
+    """Advantages in both orders of dimensions."""
+    for (batch, length), batch_first in itertools.product(sizes, (True, False)):
+        if bench.fits(60 * batch * length, f"GAE {batch} x {length}"):
+            yield pieces.advantages(batch, length, bench.device, batch_first)
+
+
 def copies(bench: Bench, sizes: Sequence[int]) -> None:
     """Measure the best bandwidth of this GPU's memory."""
     for size in sizes:
@@ -535,6 +570,13 @@ def groups(bench: Bench) -> Iterator[tuple[str, float, Callable[[], None]]]:
         yield f"step: {name}", 20, functools.partial(step_group, bench, name, make, compiler=False)
     for size in MAIN:
         yield f"loss {size}", 45, functools.partial(main, size, torch.float32, modes, warm=True)
+    returns = functools.partial(pieces_group, bench, "returns", "forward")
+    yield "returns, advantages", 20, lambda: returns(lambda: advantages_of(bench, pieces.SIZES))
+    yield "returns, others", 8, lambda: returns(lambda: pieces.other_returns(1024, 128, bench.device))
+    for count, width in ((1000, 1000), (10, 10**8)):
+        yield f"statistics, {count} x {width}", 5, functools.partial(statistics_group, bench, count, width)
+    own = functools.partial(pieces_group, bench, "heads", "forward+backward")
+    yield "heads", 6, lambda: own(lambda: pieces.heads(1024, bench.device))
     for size, dtype in [*LARGE, *LARGEST]:
         eager = (size, dtype) not in LARGEST
         yield f"loss {size} {dtype}", 8, functools.partial(large, size, dtype, eager=eager)
@@ -547,8 +589,6 @@ def groups(bench: Bench) -> Iterator[tuple[str, float, Callable[[], None]]]:
     yield "flow, norms", 8, lambda: flow_group(bench, "clip_gradient_norm", shapes, compiler=bench.left() > 60)
     yield "l2_loss", 6, lambda: l2_group(bench, 300, 192)
     yield "decode", 8, lambda: decode_group(bench, (1, 32, 1024, 262144))
-    for count, width in ((1000, 1000), (10, 10**8)):
-        yield f"statistics, {count} x {width}", 5, functools.partial(statistics_group, bench, count, width)
     for size in MAIN:
         yield f"loss {size} without gradient", 6, functools.partial(main, size, torch.float32, (), ("forward",))
     for size in MAIN:
@@ -576,6 +616,10 @@ def smoke_groups(bench: Bench) -> Iterator[tuple[str, float, Callable[[], None]]
     yield "l2_loss", 0, lambda: l2_group(bench, 7, 3)
     yield "decode", 0, lambda: decode_group(bench, (1, 3))
     yield "statistics", 0, lambda: statistics_group(bench, 7, 3)
+    returns = functools.partial(pieces_group, bench, "returns", "forward")
+    yield "returns, advantages", 0, lambda: returns(lambda: advantages_of(bench, [(3, 5), (1, 300)]))
+    yield "returns, others", 0, lambda: returns(lambda: pieces.other_returns(3, 20, bench.device))
+    yield "heads", 0, lambda: pieces_group(bench, "heads", "forward+backward", lambda: pieces.heads(3, bench.device))
     for name, make in steps.pairs(bench.device, batch_size=2).items():
         yield f"step: {name}", 0, functools.partial(step_group, bench, name, make, compiler=False)
 
@@ -623,6 +667,7 @@ def main() -> int:
             print(f"FAILED {name}: {type(error).__name__}: {error}", flush=True)
         print(f"{name}: {time.monotonic() - begun:.1f} s, {bench.left():.0f} s left", flush=True)
         bench.write()
+    bench.write()
     if failed:
         print(f"groups that failed: {', '.join(failed)}")
     return 1 if failed else 0

@@ -223,8 +223,8 @@ def show(row: dict[str, Any]) -> None:
     )
 
 
-def write(path: Path | None, name: str, results: list[dict[str, Any]]) -> None:
+def write(path: Path | None, name: str, results: list[dict[str, Any]], **more: Any) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"benchmark": name, "machine": machine(), "rows": results}, indent=1) + "\n")
+        path.write_text(json.dumps({"benchmark": name, "machine": machine(), "rows": results, **more}, indent=1) + "\n")
         print(f"written to {path}")
