@@ -177,7 +177,7 @@ def main() -> int:
         show(done[-1])
         return done[-1]
 
-    # Half of the time of -O3. Host code runs as fast; the CPU kernels, which are slower, are not measured here.
+    # Half of the time of -O3. The kernels of the GPU are compiled apart from it, and the CPU kernels are not measured.
     flags = {"CFLAGS": os.environ.get("CFLAGS", "-O1 -g0")}
     build = step("build", min(240, before_benchmarks()), "setup.py", "build_ext", "--inplace", log="build.log", **flags)
     if not build.failed():
