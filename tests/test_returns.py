@@ -652,14 +652,19 @@ def test_masked_entries_are_not_read(function, steps):
     assert_same(runs[1], runs[0])
 
 
-def test_long_rows_of_many_chunks_are_the_same_from_call_to_call():
-    data = random_data(5, 1, 40_000, dtype=torch.float32, ends=0.0, padding=0.0)
-    changes = {name: None for name in FLAGS} | {"discount": 0.999, "lambda_": 0.9999}
+@pytest.mark.parametrize("steps", [40_000, 135_000])  # of 1024 steps a chunk on a GPU, and 128 chunks a group
+@pytest.mark.parametrize("with_infinity", [False, True])
+def test_long_rows_of_many_chunks_are_the_same_from_call_to_call(steps, with_infinity):
+    data = random_data(5, 1, steps, dtype=torch.float32, ends=0.0, padding=0.0)
+    if with_infinity:  # in the last chunk of a group, and an end in the chunk that is walked after it
+        data["rewards"][0, 4500], data["terminated"][0, 4000] = float("inf"), True
+    changes = {"truncated": None, "mask": None, "discount": 0.999, "lambda_": 0.9999}
     results = call("generalized_advantages", data, **changes)
     rewards, values, next_values = (data[name][0].double() for name in INPUTS)
-    advantages = [0.0]
-    for delta in reversed((rewards + 0.999 * next_values - values).tolist()):
-        advantages.append(delta + 0.999 * 0.9999 * advantages[-1])
+    continues = (~data["terminated"][0]).double()
+    advantages, factors = [0.0], (0.999 * 0.9999 * continues).tolist()
+    for step, delta in reversed([*enumerate((rewards + 0.999 * continues * next_values - values).tolist())]):
+        advantages.append(delta + factors[step] * advantages[-1] if factors[step] else delta)
     expected = torch.tensor([advantages[:0:-1]], dtype=torch.float64)
     assert_same(results, (expected.float(), (expected + values).float()), rtol=1e-4, atol=1e-3)
     for _ in range(3):

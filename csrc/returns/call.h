@@ -89,7 +89,6 @@ struct ReturnsCall {
   // the second output and the fourth output of the step before. The third output of n-step transitions is int64.
   ReturnsOutput outputs[kOutputs];
   void* workspace; // set by launch_returns()
-  uint64_t launch; // set by launch_returns(): a number that identifies the launch
 };
 
 // n-step returns and n-step transitions are computed in blocks of steps of a row.

@@ -4,13 +4,14 @@
 //
 // A block takes the next chunk when it starts, so that it waits only for blocks that have started. It publishes the map
 // of its chunk, reads the maps of the earlier chunks of its group (kGroup chunks) and of the last chunk of the group
-// before, always in the same order, and walks its steps. For the last chunk of a group, and for a chunk whose map is
-// not finite, a block walks its steps before it publishes, and publishes a map that ignores its argument and gives the
-// last y. So a chunk reads at most kGroup maps, and results are the same from run to run.
+// before, always in the same order, and walks its steps. The last chunk of a group publishes a map that ignores its
+// argument and gives the last y, so that a chunk reads at most kGroup maps. A block whose map is not finite walks its
+// steps before it publishes such a map. Results are the same from run to run.
 //
-// The workspace need not be initialised: its counters count from `call.launch`, and a map is published when its
-// `launch` equals `call.launch`. Uninitialised memory holds this random number with a probability of 2^-60. The last
-// block to finish clears counters and maps, because a CUDA graph that runs again launches with the same number.
+// The longest chain of a row is one read and one write of a map for each group, about a microsecond.
+//
+// The workspace is a counter of blocks and the chunks' maps. It is 0 before the launch, unless each row is one chunk,
+// which waits for nothing.
 #pragma once
 
 #include "recurrences.cuh"
@@ -19,10 +20,9 @@ namespace gradscale {
 
 constexpr int kGroup = 128; // chunks
 
-// In the workspace: two counters of blocks, then the chunks' maps.
 template <class A>
 struct PublishedMap {
-  uint64_t launch;
+  uint64_t is_there; // 1 once the map may be read
   A a;
   A b;
 };
@@ -37,25 +37,11 @@ GRADSCALE_DEVICE void store_released(uint64_t* to, uint64_t value) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" : : "l"(__cvta_generic_to_global(to)), "l"(value) : "memory");
 }
 
-// Counts this block, and returns how many blocks of the launch were counted before it.
-GRADSCALE_DEVICE int64_t count_block(uint64_t* counter, uint64_t launch) {
-  auto* const word = reinterpret_cast<unsigned long long*>(counter);
-  unsigned long long seen = launch;
-  for (;;) {
-    const uint64_t before = seen - launch < gridDim.x ? seen - launch : 0;
-    const unsigned long long found = atomicCAS(word, seen, launch + before + 1);
-    if (found == seen) {
-      return static_cast<int64_t>(before);
-    }
-    seen = found;
-  }
-}
-
 template <class A>
-GRADSCALE_DEVICE void publish(PublishedMap<A>* to, const Map<A>& map, uint64_t launch) {
+GRADSCALE_DEVICE void publish(PublishedMap<A>* to, const Map<A>& map) {
   to->a = map.a;
   to->b = map.b;
-  store_released(&to->launch, launch);
+  store_released(&to->is_there, 1);
 }
 
 // The map of this lane composed with the maps of all lanes before it, within groups of `lanes` neighbours.
@@ -72,23 +58,35 @@ GRADSCALE_DEVICE Map<A> composed_in_order(Map<A> map, int lane) {
   return map;
 }
 
-// y before the chunk whose map is `published[0]`, from the maps of the `count` chunks before it. Called by one warp.
 template <class A>
-GRADSCALE_DEVICE A walk_chunks(const PublishedMap<A>* published, int64_t count, uint64_t launch, int lane) {
-  A y = A(0);
-  for (int64_t first = -count; first < 0; first += kWarpSize) {
-    Map<A> map{A(0), A(1)}; // the identity, for lanes without a chunk
-    if (first + lane < 0) {
-      const PublishedMap<A>& from = published[first + lane];
-      while (load_acquired(&from.launch) != launch) {
-      }
-      map = {from.a, from.b};
-    }
+GRADSCALE_DEVICE Map<A> wait_for(const PublishedMap<A>& from) {
+  while (load_acquired(&from.is_there) == 0) {
+  }
+  return {from.a, from.b};
+}
+
+// y before the chunk whose map is `published[0]`, from the maps of the `count` chunks of its group before it, and from
+// the group before. That group is read last, because it is what the groups wait for. Called by one warp.
+template <class A>
+GRADSCALE_DEVICE A walk_chunks(const PublishedMap<A>* published, int64_t count, bool is_first_group, int lane) {
+  Map<A> group{A(0), A(1)};
+  const auto round = [&](int64_t first) { // of 32 chunks; lanes without a chunk have the identity
+    const Map<A> map = first + lane < 0 ? wait_for(published[first + lane]) : Map<A>{A(0), A(1)};
     __syncwarp();
-    const A carry = y;
-    y = __shfl_sync(kWholeWarp, applied(composed_in_order<kWarpSize>(map, lane), carry), kWarpSize - 1);
-    if (!is_finite(y)) { // composing may have overflowed: the maps are applied one by one
-      y = carry;
+    return map;
+  };
+  for (int64_t first = -count; first < 0; first += kWarpSize) {
+    const Map<A> map = composed_in_order<kWarpSize>(round(first), lane);
+    const A a = __shfl_sync(kWholeWarp, map.a, kWarpSize - 1), b = __shfl_sync(kWholeWarp, map.b, kWarpSize - 1);
+    group = composed(Map<A>{a, b}, group);
+  }
+  const A start = is_first_group ? A(0) : wait_for(published[-count - 1]).a;
+  A y = applied(group, start);
+  if (!is_finite(y)) { // composing may have overflowed: the maps are applied one by one
+    y = start;
+#pragma unroll 1
+    for (int64_t first = -count; first < 0; first += kWarpSize) {
+      const Map<A> map = round(first);
 #pragma unroll 1
       for (int k = 0; k < kWarpSize; ++k) {
         y = applied(Map<A>{__shfl_sync(kWholeWarp, map.a, k), __shfl_sync(kWholeWarp, map.b, k)}, y);
@@ -137,13 +135,18 @@ GRADSCALE_DEVICE void walk_chunk(
   const int place = lane % kWarps;
   const Map<A> to_warp = composed_in_order<kWarps>(Map<A>{shared[2 * place], shared[2 * place + 1]}, lane);
   const Map<A> all{__shfl_sync(kWholeWarp, to_warp.a, kWarps - 1), __shfl_sync(kWholeWarp, to_warp.b, kWarps - 1)};
-  const bool is_early = is_finite(all.a) && is_finite(all.b) && chunk % kGroup != kGroup - 1;
+  const bool has_map = is_finite(all.a) && is_finite(all.b), ends_group = chunk % kGroup == kGroup - 1;
+  bool is_published = has_map && !ends_group;
   if (warp == 0) {
-    if (lane == 0 && is_early) {
-      publish(own, all, row.call.launch);
+    if (lane == 0 && is_published) {
+      publish(own, all);
     }
-    // The last chunk of the group before has published y.
-    const A y = walk_chunks(own, chunk % kGroup + (chunk >= kGroup ? 1 : 0), row.call.launch, lane);
+    const A y = walk_chunks(own, chunk % kGroup, chunk < kGroup, lane);
+    const A after = applied(all, y);
+    if (lane == 0 && ends_group && has_map && is_finite(after)) {
+      publish(own, Map<A>{after, A(0)});
+      is_published = true;
+    }
     if (lane == 0) {
       shared[2 * kWarps] = y;
     }
@@ -191,8 +194,8 @@ GRADSCALE_DEVICE void walk_chunk(
       walk_checked(carry);
     }
   }
-  if (threadIdx.x == 0 && !is_early) {
-    publish(own, Map<A>{last, A(0)}, row.call.launch);
+  if (threadIdx.x == 0 && !is_published) {
+    publish(own, Map<A>{last, A(0)});
   }
 #pragma unroll
   for (int k = 0; k < kAhead; ++k) {
@@ -213,16 +216,19 @@ GRADSCALE_DEVICE void walk_chunk(
 template <class A, class F, Layout layout, unsigned given>
 GRADSCALE_KERNEL(kThreads, 2)
 recur_chunks(GRADSCALE_ARGUMENT(ReturnsCall) call) {
-  GRADSCALE_SHARED(int64_t, shared_count, 1);
+  GRADSCALE_SHARED(unsigned, shared_count, 1);
   GRADSCALE_SHARED(A, shared, 2 * kWarps + 1); // maps of the warps, and y before the chunk
-  auto* const counters = static_cast<uint64_t*>(call.workspace);
-  auto* const maps = reinterpret_cast<PublishedMap<A>*>(counters + 2);
-  if (threadIdx.x == 0) {
-    *shared_count = count_block(counters, call.launch);
+  const auto rows = static_cast<unsigned>(call.rows);
+  unsigned count = blockIdx.x; // blocks that started before this one
+  if (gridDim.x != rows) {
+    if (threadIdx.x == 0) {
+      *shared_count = atomicAdd(static_cast<unsigned*>(call.workspace), 1u);
+    }
+    __syncthreads();
+    count = *shared_count;
   }
-  __syncthreads();
+  auto* const maps = reinterpret_cast<PublishedMap<A>*>(static_cast<uint64_t*>(call.workspace) + 1);
   // 32 bits, like the grid's size: 64-bit divisions would be a third of the kernel's instructions.
-  const auto rows = static_cast<unsigned>(call.rows), count = static_cast<unsigned>(*shared_count);
   const int64_t chunks = gridDim.x / rows, chunk = count / rows, index = count % rows;
   const Row<A, F, layout, given> row(call, index);
   PublishedMap<A>* const own = maps + index * chunks + chunk;
@@ -231,21 +237,6 @@ recur_chunks(GRADSCALE_ARGUMENT(ReturnsCall) call) {
     walk_chunk<true>(row, begin, chunk, own, shared);
   } else {
     walk_chunk<false>(row, begin, chunk, own, shared);
-  }
-  // All maps that this block waits for have been read.
-  if (threadIdx.x == 0) {
-    __threadfence();
-    *shared_count = count_block(counters + 1, call.launch);
-  }
-  __syncthreads();
-  if (*shared_count == gridDim.x - 1) {
-    __threadfence(); // clears the other blocks' words only after they were published
-    for (int64_t k = threadIdx.x; k < gridDim.x; k += kThreads) {
-      maps[k].launch = 0;
-    }
-    if (threadIdx.x < 2) {
-      counters[threadIdx.x] = 0;
-    }
   }
 }
 

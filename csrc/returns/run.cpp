@@ -9,10 +9,8 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <atomic>
 #include <initializer_list>
 #include <limits>
-#include <random>
 
 namespace gradscale {
 
@@ -155,15 +153,6 @@ bool uses_chunks(const ReturnsCall& call) {
          blocks_for(call.steps, kChunkSteps) <= std::numeric_limits<int32_t>::max() / call.rows;
 }
 
-// Returns the next number of a random sequence (splitmix64) from 2^63 to 1.5 x 2^63, which differs between processes.
-uint64_t next_launch() {
-  static std::atomic<uint64_t> last{std::random_device()() * 0x100000001u};
-  uint64_t x = last += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return ((x ^ (x >> 31)) >> 2) | uint64_t(1) << 63;
-}
-
 // `across`: lanes run across rows, which are adjacent in memory, instead of along the steps of a row.
 void launch_returns(ReturnsCall call, bool across, const OnDevice& device) {
   const char* type = type_name(call.element);
@@ -183,9 +172,11 @@ void launch_returns(ReturnsCall call, bool across, const OnDevice& device) {
   const std::vector<std::string> arguments{type, formula + (call.is_adjoint ? "Adjoint" : ""), form_of(call)};
   if (uses_chunks(call)) {
     const int64_t chunks = call.rows * blocks_for(call.steps, kChunkSteps);
-    const at::Tensor memory = device.memory(16 + chunks * (8 + 2 * bytes)); // counters, and maps of two numbers
+    const at::Tensor memory = device.memory(8 + chunks * (8 + 2 * bytes)); // a counter, and maps of two numbers
+    if (chunks > call.rows) {
+      memory.zero_();
+    }
     call.workspace = memory.mutable_data_ptr();
-    call.launch = next_launch();
     device.launch("returns/long_rows.cuh", instance("recur_chunks", arguments), chunks, kThreads, call);
     return;
   }
