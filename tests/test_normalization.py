@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
@@ -52,6 +53,17 @@ def by_definition(x: Tensor, mask: Tensor | None = None, eps: float = 1e-8) -> T
     return result
 
 
+def standardized(x: Tensor, **options: Any) -> Tensor:
+    """Standardize by the kernel, and compare with plain PyTorch, which computes what autograd records."""
+    found, recorded = gs.standardize(x, **options), gs.standardize(x.detach().requires_grad_(), **options)
+    assert recorded.requires_grad
+    assert not found.requires_grad
+    torch.testing.assert_close(
+        found, recorded.detach(), rtol=2e-7 if found.dtype == torch.float32 else 1e-13, atol=1e-15, equal_nan=True
+    )
+    return found
+
+
 class RejectReads(TorchDispatchMode):
     """Rejects operations that would wait for a device: reading a number, and shapes that depend on values."""
 
@@ -61,6 +73,10 @@ class RejectReads(TorchDispatchMode):
         if name in ("index", "index_put_"):
             assert all(index is None or index.dtype != torch.bool for index in args[1]), "an index by mask"
         return function(*args, **(kwargs or {}))
+
+
+class Named(Tensor):
+    """A subclass that PyTorch's functions keep."""
 
 
 def graphs_of(function: Callable[..., Any], calls: list[tuple[Any, ...]]) -> int:
@@ -84,7 +100,7 @@ def test_standardized_by_definition(shape, eps):
     for given, constant in zip((mask, None), is_constant, strict=True):
         wanted = torch.zeros_like(x) if constant else by_definition(x, given, eps)
         for value in (0.0, NAN, INF):
-            found = gs.standardize(x if given is None else spoilt(x, mask, value), mask=given, eps=eps)
+            found = standardized(x if given is None else spoilt(x, mask, value), mask=given, eps=eps)
             assert found.is_contiguous()
             torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
             assert given is None or (found[~mask] == 0).all()
@@ -98,13 +114,13 @@ def test_dtypes_and_views(dtype):
     assert negated.is_neg()
     for given in (x, wide, negated, x.t().contiguous().t()):
         for chosen in (None, mask, wide_mask):
-            found = gs.standardize(given, mask=chosen)
+            found = standardized(given, mask=chosen)
             assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
             torch.testing.assert_close(found.double(), by_definition(x, chosen), rtol=2e-7, atol=1e-7)
     rows = torch.tensor([[1.0], [3.0]], dtype=dtype).expand(2, 3)
-    assert gs.standardize(rows, eps=0).tolist() == [[-1.0] * 3, [1.0] * 3]
+    assert standardized(rows, eps=0).tolist() == [[-1.0] * 3, [1.0] * 3]
     columns = torch.tensor([True, False, True]).expand(2, 3)
-    assert gs.standardize(rows, mask=columns, eps=0).tolist() == [
+    assert standardized(rows, mask=columns, eps=0).tolist() == [
         [-1.0, 0.0, -1.0],
         [1.0, 0.0, 1.0],
     ]
@@ -114,13 +130,29 @@ def test_large_advantages_keep_their_digits():
     """1e6 ± 1 in float32, whose squares float32 cannot add; and far larger numbers in float64."""
     x = 1e6 + torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0])
     wanted = by_definition(x)
-    torch.testing.assert_close(gs.standardize(x).double(), wanted, rtol=1e-7, atol=1e-7)
-    torch.testing.assert_close(gs.standardize(x.double()), wanted, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(standardized(x).double(), wanted, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(standardized(x.double()), wanted, rtol=1e-13, atol=1e-13)
     for factor in (1e300, 1e-300, 1e30, 1e-30):
-        scaled = gs.standardize((x - 1e6).double() * factor, eps=0)
+        scaled = standardized((x - 1e6).double() * factor, eps=0)
         torch.testing.assert_close(scaled, wanted, rtol=1e-7, atol=1e-7)
     half = torch.tensor([60000.0, -60000.0, 0.0], dtype=torch.float16)
-    torch.testing.assert_close(gs.standardize(half).double(), by_definition(half), rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(standardized(half).double(), by_definition(half), rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_many_entries(dtype):
+    """Sums are computed in parts, in an order that does not depend on the number of threads."""
+    x = (torch.randn(100_003, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3 + 2).to(dtype)
+    mask = torch.arange(100_003) % 7 > 2
+    mask[:20_000] = False
+    for chosen in (None, mask):
+        found = gs.standardize(x, mask=chosen)
+        tolerance = 1e-12 if dtype == torch.float64 else 2e-7
+        torch.testing.assert_close(found.double(), by_definition(x, chosen), rtol=tolerance, atol=tolerance)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(threads + 1)
+        assert torch.equal(gs.standardize(x, mask=chosen), found)
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("value", [0.1, 0.0, 1e30, -7.25])
@@ -154,7 +186,7 @@ def test_nan_reaches_every_unmasked_entry():
     x, mask = data()
     for value in (NAN, INF):
         x[4, 3] = value
-        found = gs.standardize(x, mask=mask)
+        found = standardized(x, mask=mask)
         assert found[mask].isnan().all()
         assert (found[~mask] == 0).all()
 
@@ -267,6 +299,7 @@ def test_standardize_in_contexts():
         gs.standardize(x)
     meta = gs.standardize(x.to("meta"), mask=mask.to("meta"))
     assert meta.shape == x.shape
+    assert type(gs.standardize(full.as_subclass(Named))) is Named
 
 
 def test_standardize_without_float64(monkeypatch):
@@ -329,6 +362,7 @@ def scale_calls(dtype: torch.dtype = torch.float64) -> list[tuple[Tensor, Tensor
     return calls
 
 
+@pytest.mark.parametrize("context", [contextlib.nullcontext, RejectReads])  # a kernel, and plain PyTorch
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(
     "options",
@@ -341,13 +375,14 @@ def scale_calls(dtype: torch.dtype = torch.float64) -> list[tuple[Tensor, Tensor
         {"low": 0.31, "high": 0.4, "decay": 0.7, "minimum": 1e-3},
     ],
 )
-def test_running_percentiles(options, dtype):
+def test_running_percentiles(options, dtype, context):
     module = gs.ReturnScale(**options)
     assert (float(module.scale), float(module.offset)) == (float(torch.tensor(options.get("minimum", 1.0))), 0.0)
     calls = scale_calls(dtype)
     seen = []
     for (returns, mask), (scale, offset) in zip(calls, running_scales(calls, **options), strict=True):
-        found = module(returns, mask)
+        with context():
+            found = module(returns, mask)
         seen.append((found, float(found)))
         assert not found.requires_grad
         for result, wanted in ((found, scale), (module.scale, scale), (module.offset, offset)):

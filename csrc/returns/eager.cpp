@@ -272,9 +272,67 @@ Results muzero_targets_in_eager_mode(
   return results.empty() ? Results() : results;
 }
 
+// Numbers of any shape without a gradient, and a mask, both contiguous and on the CPU. Nothing if they are unusual or
+// wrong, and Python has to handle the call.
+struct NumbersAndMask {
+  at::Tensor numbers;
+  at::Tensor mask; // undefined if None is given
+};
+
+bool is_plain_on_cpu(py::handle given) {
+  if (!THPVariable_CheckExact(given.ptr())) {
+    return false;
+  }
+  const at::Tensor& tensor = THPVariable_Unpack(given.ptr());
+  return tensor.is_cpu() && ordinary_tensor(tensor);
+}
+
+std::optional<NumbersAndMask> numbers_and_mask(py::handle numbers, py::handle mask) {
+  if (!ordinary_or_inference_context() || !is_plain_on_cpu(numbers) || !(mask.is_none() || is_plain_on_cpu(mask))) {
+    return std::nullopt;
+  }
+  const at::Tensor& x = THPVariable_Unpack(numbers.ptr());
+  if (!has_element(x) || (at::GradMode::is_enabled() && x.requires_grad())) {
+    return std::nullopt;
+  }
+  if (mask.is_none()) {
+    return NumbersAndMask{x.contiguous(), {}};
+  }
+  const at::Tensor& flags = THPVariable_Unpack(mask.ptr());
+  if (!is_bool(flags.scalar_type()) || flags.sizes() != x.sizes()) {
+    return std::nullopt;
+  }
+  return NumbersAndMask{x.contiguous(), flags.contiguous()};
+}
+
+std::optional<at::Tensor> standardize_in_eager_mode(py::handle x, py::handle mask, double eps) {
+  const std::optional<NumbersAndMask> given = numbers_and_mask(x, mask);
+  if (!given) {
+    return std::nullopt;
+  }
+  const py::gil_scoped_release no_gil;
+  return standardize(given->numbers, given->mask, eps);
+}
+
+// A tuple of the percentiles, or of None if no entry counts; None if Python has to handle the call.
+py::object percentiles_in_eager_mode(py::handle x, py::handle mask, double low, double high) {
+  const std::optional<NumbersAndMask> given = numbers_and_mask(x, mask);
+  if (!given) {
+    return py::none();
+  }
+  at::Tensor found;
+  {
+    const py::gil_scoped_release no_gil;
+    found = percentiles(given->numbers, given->mask, low, high);
+  }
+  return py::make_tuple(found.defined() ? py::cast(found) : py::none());
+}
+
 } // namespace
 
 void define_returns(py::module_& m) {
+  m.def("standardize", &standardize_in_eager_mode);
+  m.def("percentiles", &percentiles_in_eager_mode);
   m.def("returns", &returns_in_eager_mode);
   m.def("muzero_targets", &muzero_targets_in_eager_mode);
 }
