@@ -61,14 +61,14 @@ class Reader {
   // A tensor of an accepted dtype, with `more` additional steps, or with one element per row if `more` is kPerRow;
   // undefined if None is given.
   at::Tensor tensor(py::handle given, bool (*accepts)(at::ScalarType), int64_t more = 0) {
-    const at::Tensor tensor = ordinary(given);
+    at::Tensor tensor = ordinary(given);
     require(!tensor.defined() || (accepts(tensor.scalar_type()) && has_shape(tensor, more)));
     return tensor;
   }
 
   // Values that the function does not read: of the states, or of all observations.
   at::Tensor unread_values(py::handle given) {
-    const at::Tensor tensor = ordinary(given);
+    at::Tensor tensor = ordinary(given);
     require(!tensor.defined() || (has_element(tensor) && (has_shape(tensor, 0) || has_shape(tensor, 1))));
     return tensor;
   }
@@ -87,7 +87,7 @@ class Reader {
       require(low <= number && number <= 1);
       return {};
     }
-    const at::Tensor tensor = constant(ordinary(given, /*may_be_cpu_scalar=*/true));
+    at::Tensor tensor = constant(ordinary(given, /*may_be_cpu_scalar=*/true));
     if (tensor.defined()) {
       const int64_t num_steps = per_step ? steps : 1;
       const int64_t sizes[2] = {is_batch_first ? rows : num_steps, is_batch_first ? num_steps : rows};
@@ -155,7 +155,7 @@ class Reader {
     }
     const at::Tensor& lazy = THPVariable_Unpack(given.ptr());
     require(is_readable(lazy));
-    const at::Tensor tensor = usual && lazy.is_neg() ? lazy.resolve_neg() : lazy;
+    at::Tensor tensor = usual && lazy.is_neg() ? lazy.resolve_neg() : lazy;
     require(!has_tangent(tensor) || has_only_keys(tensor._fw_grad(/*level=*/0), {}));
     require(tensor.device() == device || (may_be_cpu_scalar && tensor.dim() == 0 && tensor.is_cpu()));
     return tensor;
