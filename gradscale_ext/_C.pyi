@@ -76,6 +76,9 @@ histogram_first_edge: int
 def tensor_statistics(
     gradients: Sequence[Tensor | None], p: float, weights: Sequence[Tensor | None] | None = None, rows: bool = False
 ) -> tuple[Tensor, ...] | None: ...
+def clip_gradients(
+    parameters: Any, p: float, max_norm: float | Tensor, skip_nonfinite: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None: ...
 def clipping_of(values: Tensor, counts: Tensor, p: float, max_norm: float | Tensor, skip_nonfinite: bool) -> Tensor: ...
 def unit_factors(
     norms: Tensor, clipping: Tensor, adaptive: float, eps: float, skip_nonfinite: bool
