@@ -91,7 +91,7 @@ def priorities(
         error = _reduced(steps, maybe_transposed(error, batch_first), mask)
     if not _context.is_eager():
         return torch.pow(error + eps, _context.as_tensor(alpha, error.device, error.dtype))
-    return (error + eps) ** alpha
+    return error + eps if alpha == 1 else (error + eps) ** alpha
 
 
 def _reduced(steps: str, error: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
