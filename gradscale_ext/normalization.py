@@ -59,9 +59,10 @@ def standardize(
     eps = _numbers.real("standardize: eps", eps)
     if not 0 <= eps < math.inf:
         raise ValueError(f"standardize: eps must be finite and at least 0, but it is {eps}")
-    # Advantages are usually constants on the CPU, which a kernel accepts.
+    # The usual call has a kernel, on the CPU.
     if process_group is None and _context.is_eager() and (found := _C.standardize(x, mask, eps)) is not None:
-        return found
+        is_recorded = x.requires_grad and torch.is_grad_enabled()
+        return _Standardized.apply(x, mask, eps, [found]) if is_recorded else found  # type: ignore[no-untyped-call]
     _tensors.check_floats("standardize", "x", x)
     if mask is not None:
         _tensors.check_mask("standardize", mask, "x", x)
@@ -75,9 +76,50 @@ def standardize(
         one, none = x.new_zeros(1), x.new_zeros(1, dtype=torch.bool)  # for the collective
         return standardize(one, mask=none, eps=eps, process_group=process_group)[:0].view(x.shape)
     centred, std = _moments(x, mask, group, size, process_group)
-    # Entries that are all equal are zeros, and an infinite divisor makes their gradient 0.
-    standardized = (centred / torch.where(std == 0, math.inf, std + eps)).to(result_dtype(x))
+    standardized = (centred / _divisor(std, eps)).to(result_dtype(x))
     return standardized if mask is None else torch.where(mask, standardized, 0)
+
+
+def _divisor(std: torch.Tensor, eps: float) -> torch.Tensor:
+    """Entries that are all equal are zeros, and an infinite divisor makes their gradient 0."""
+    return torch.where(std == 0, math.inf, std + eps)
+
+
+class _Standardized(torch.autograd.Function):
+    """Records a result of the kernel, which has another kernel for the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, mask: torch.Tensor | None, eps: float, found: list[torch.Tensor]
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, None if mask is None else _context.saveable(mask))
+        ctx.eps = eps
+        return found[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        x, mask = ctx.saved_tensors
+        found = None
+        if _context.is_eager() and not torch.is_grad_enabled():
+            found = _C.standardize_gradient(x, mask, ctx.eps, gradient)
+        return _gradient(x, mask, ctx.eps, gradient) if found is None else found, None, None, None
+
+
+def _gradient(x: torch.Tensor, mask: torch.Tensor | None, eps: float, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient of `x` in operations that autograd records. With u = (x - mean) / std::
+
+    (g - mean g - u std / (std + eps) mean(g u)) / (std + eps)
+    """
+    centred, std = _moments(x, mask, "", 1, None)
+    divisor = _divisor(std, eps)
+    g = gradient.to(centred.dtype)
+    if mask is None:
+        u, count = centred / torch.where(std == 0, 1, std), torch.full_like(std, x.numel())
+    else:
+        g, u = torch.where(mask, g, 0), torch.where(mask, centred, 0) / torch.where(std == 0, 1, std)
+        count = mask.sum().clamp(min=1)
+    result = (g - g.sum() / count - u * (std / divisor) * ((g * u).sum() / count)) / divisor
+    return (result if mask is None else torch.where(mask, result, 0)).to(x.dtype)
 
 
 def _moments(

@@ -272,8 +272,8 @@ Results muzero_targets_in_eager_mode(
   return results.empty() ? Results() : results;
 }
 
-// Numbers of any shape without a gradient, and a mask, both contiguous and on the CPU. Nothing if they are unusual or
-// wrong, and Python has to handle the call.
+// Numbers of any shape, and a mask, both contiguous and on the CPU. Nothing if they are unusual or wrong, and Python
+// has to handle the call.
 struct NumbersAndMask {
   at::Tensor numbers;
   at::Tensor mask; // undefined if None is given
@@ -292,9 +292,10 @@ std::optional<NumbersAndMask> numbers_and_mask(py::handle numbers, py::handle ma
     return std::nullopt;
   }
   const at::Tensor& x = THPVariable_Unpack(numbers.ptr());
-  if (!has_element(x) || (at::GradMode::is_enabled() && x.requires_grad())) {
+  if (!has_element(x)) {
     return std::nullopt;
   }
+  const at::NoGradGuard no_grad;
   if (mask.is_none()) {
     return NumbersAndMask{x.contiguous(), {}};
   }
@@ -312,6 +313,21 @@ std::optional<at::Tensor> standardize_in_eager_mode(py::handle x, py::handle mas
   }
   const py::gil_scoped_release no_gil;
   return standardize(given->numbers, given->mask, eps);
+}
+
+std::optional<at::Tensor> standardize_gradient_in_eager_mode(
+    py::handle x, py::handle mask, double eps, py::handle gradient) {
+  const std::optional<NumbersAndMask> given = numbers_and_mask(x, mask);
+  if (!given || !is_plain_on_cpu(gradient)) {
+    return std::nullopt;
+  }
+  const at::Tensor& tensor = THPVariable_Unpack(gradient.ptr());
+  const at::ScalarType dtype = given->numbers.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  if (tensor.scalar_type() != dtype || tensor.sizes() != given->numbers.sizes()) {
+    return std::nullopt;
+  }
+  const py::gil_scoped_release no_gil;
+  return standardize_gradient(given->numbers, given->mask, eps, tensor.contiguous());
 }
 
 // A tuple of the percentiles, or of None if no entry counts; None if Python has to handle the call.
@@ -332,6 +348,7 @@ py::object percentiles_in_eager_mode(py::handle x, py::handle mask, double low, 
 
 void define_returns(py::module_& m) {
   m.def("standardize", &standardize_in_eager_mode);
+  m.def("standardize_gradient", &standardize_gradient_in_eager_mode);
   m.def("percentiles", &percentiles_in_eager_mode);
   m.def("returns", &returns_in_eager_mode);
   m.def("muzero_targets", &muzero_targets_in_eager_mode);

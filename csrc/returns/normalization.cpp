@@ -32,9 +32,13 @@ auto over_parts(int64_t size, Function function) {
   return results;
 }
 
+Range range_of(const at::Tensor& tensor) {
+  return {tensor.const_data_ptr(), tensor.numel(), element_of(tensor)};
+}
+
 // All entries, less the first one that counts, if one does.
 Entries entries_of(const at::Tensor& x, const at::Tensor& mask) {
-  Entries entries{{x.const_data_ptr(), x.numel(), element_of(x)}, nullptr, 0};
+  Entries entries{range_of(x), nullptr, 0};
   int64_t first = 0;
   if (mask.defined()) {
     const auto* counts = static_cast<const uint8_t*>(mask.const_data_ptr());
@@ -49,13 +53,8 @@ Entries entries_of(const at::Tensor& x, const at::Tensor& mask) {
   return entries;
 }
 
-} // namespace
-
-at::Tensor standardize(const at::Tensor& x, const at::Tensor& mask, double eps) {
-  const at::ScalarType dtype = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  at::Tensor result(at::detail::empty_cpu(x.sizes(), x.options().dtype(dtype)));
-  const Entries entries = entries_of(x, mask);
-  const int64_t size = x.numel();
+Standard standard_of(const Entries& entries, double eps) {
+  const int64_t size = entries.range.size;
   EntrySums sums{0, 0, 0};
   const auto sums_of = [&](int64_t begin, int64_t part) { return entry_sums_kernel(entries.part(begin, part)); };
   for (const EntrySums& part : over_parts(size, sums_of)) {
@@ -75,11 +74,55 @@ at::Tensor standardize(const at::Tensor& x, const at::Tensor& mask, double eps) 
     squares += part;
   }
   const double std = unit * std::sqrt(squares / count);
-  const double divisor = std == 0 ? std::numeric_limits<double>::infinity() : std + eps; // equal entries give zeros
-  char* const to = static_cast<char*>(result.mutable_data_ptr());
-  const auto bytes = static_cast<int64_t>(result.element_size());
-  at::parallel_for(0, size, kPartsPerThread * kPart, [&](int64_t begin, int64_t end) {
-    standardize_kernel(entries.part(begin, end - begin), mean, divisor, to + begin * bytes);
+  if (std == 0) {
+    return {count, mean, 1, std::numeric_limits<double>::infinity()};
+  }
+  return {count, mean, std, std + eps};
+}
+
+// Calls function(begin, size) for all entries, on several threads if there are many.
+template <class Function>
+void for_entries(int64_t size, Function function) {
+  at::parallel_for(0, size, kPartsPerThread * kPart, [&](int64_t begin, int64_t end) { function(begin, end - begin); });
+}
+
+at::ScalarType dtype_of_result(const at::Tensor& x) {
+  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+} // namespace
+
+at::Tensor standardize(const at::Tensor& x, const at::Tensor& mask, double eps) {
+  at::Tensor result(at::detail::empty_cpu(x.sizes(), x.options().dtype(dtype_of_result(x))));
+  const Entries entries = entries_of(x, mask);
+  const Standard standard = standard_of(entries, eps);
+  const Range to = range_of(result);
+  for_entries(x.numel(), [&](int64_t begin, int64_t size) {
+    standardize_kernel(entries.part(begin, size), standard, const_cast<void*>(to.part(begin, size).data));
+  });
+  return result;
+}
+
+at::Tensor standardize_gradient(const at::Tensor& x, const at::Tensor& mask, double eps, const at::Tensor& gradient) {
+  at::Tensor result(at::detail::empty_cpu(x.sizes(), x.options()));
+  const Entries entries = entries_of(x, mask);
+  const Standard standard = standard_of(entries, eps);
+  const Range from = range_of(gradient), to = range_of(result);
+  GradientSums sums{0, 0};
+  const auto sums_of = [&](int64_t begin, int64_t size) {
+    return gradient_sums_kernel(entries.part(begin, size), standard, from.part(begin, size).data);
+  };
+  for (const GradientSums& part : over_parts(x.numel(), sums_of)) {
+    sums.sum += part.sum;
+    sums.projected += part.projected;
+  }
+  for_entries(x.numel(), [&](int64_t begin, int64_t size) {
+    entry_gradients_kernel(
+        entries.part(begin, size),
+        standard,
+        sums,
+        from.part(begin, size).data,
+        const_cast<void*>(to.part(begin, size).data));
   });
   return result;
 }

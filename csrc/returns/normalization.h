@@ -30,8 +30,31 @@ extern const SumsOfEntries entry_sums_kernel;
 using SquaresOfEntries = double (*)(const Entries&, double mean, double unit);
 extern const SquaresOfEntries entry_squares_kernel;
 
-// Writes (entry - mean) / divisor for entries that count, and 0 for others, as float64 or float32.
-using StandardizeEntries = void (*)(const Entries&, double mean, double divisor, void* to);
+// A standardized entry is (entry - mean) / divisor. If all entries are equal, `std` is 1 and `divisor` infinite.
+struct Standard {
+  double count; // of the entries that count, at least 1
+  double mean;
+  double std;
+  double divisor;
+};
+
+// Writes standardized entries, and 0 for entries that do not count, as float64 or float32.
+using StandardizeEntries = void (*)(const Entries&, const Standard&, void* to);
 extern const StandardizeEntries standardize_kernel;
+
+// Of the gradients of the standardized entries that count.
+struct GradientSums {
+  double sum;
+  double projected; // the sum of gradient * (entry - mean) / std
+};
+
+// Gradients are float64 or float32, as the standardized entries.
+using SumsOfGradients = GradientSums (*)(const Entries&, const Standard&, const void* gradients);
+extern const SumsOfGradients gradient_sums_kernel;
+
+// Writes the gradients of the entries, in their type. `sums` are the sums over all parts.
+using GradientsOfEntries =
+    void (*)(const Entries&, const Standard&, const GradientSums& sums, const void* gradients, void* to);
+extern const GradientsOfEntries entry_gradients_kernel;
 
 } // namespace gradscale

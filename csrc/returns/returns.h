@@ -125,6 +125,9 @@ std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows);
 // CPU and of the same shape. No gradients are recorded.
 at::Tensor standardize(const at::Tensor& x, const at::Tensor& mask, double eps);
 
+// The gradient of `x`, in its dtype. `gradient` is the gradient of the result, contiguous and of its dtype.
+at::Tensor standardize_gradient(const at::Tensor& x, const at::Tensor& mask, double eps, const at::Tensor& gradient);
+
 // Computes two percentiles, `low` and `high` as fractions, of the finite entries for which `mask` is true, as [2] in
 // float64; undefined if there is none. The tensors are as for standardize().
 at::Tensor percentiles(const at::Tensor& x, const at::Tensor& mask, double low, double high);
