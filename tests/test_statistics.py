@@ -432,9 +432,9 @@ def test_clipping_in_one_step_and_in_passes(max_norm):
     assert wanted == run(nonfinite="skip")
     assert wanted == run(lambda parameters: [*parameters, parameters[2], parameters[0]])
     assert wanted[0] == run(lambda parameters: [*parameters[:-1], _with_gradient_of(parameters[-1])])[0]
-    other = torch.nn.Linear(2, 2)
-    with gs.GradientMonitor(other, torch.optim.SGD(other.parameters(), 0.1)):
-        assert wanted == run()
+    watched = _parameters_of_many_kinds()
+    with gs.GradientMonitor(torch.nn.ParameterList(watched[:-1]), torch.optim.SGD(watched[:-1], 0.1)):
+        assert wanted == clipped(watched, watched)
 
 
 def _with_gradient_of(parameter: torch.Tensor) -> torch.Tensor:

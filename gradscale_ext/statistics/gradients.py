@@ -16,7 +16,6 @@ from .._native import _C, is_ordinary
 from .._numbers import as_float, check_scalar, real
 from .._ranks import group_of
 from .._table import fitted, html_table, shortened_name, table
-from . import listeners
 from .adaptive import AdaptiveClipping
 from .listeners import callbacks, is_watched, leaves_graph
 from .passes import Gradients, are_plain, by_kernels, clip, clipping_of, keys_of, listed, statistics_of
@@ -370,7 +369,7 @@ def clip_gradients_(
     group_of("clip_gradients_", process_group)
     # The usual call, in one step in C++. Monitors, a check of the norm and other ranks come between its passes.
     is_one_step = adaptive is None and nonfinite != "error" and process_group is None
-    if is_one_step and not _context.shows_operators() and not listeners.watched:
+    if is_one_step and not _context.shows_operators() and not is_watched(entries):
         parts = _C.clip_gradients(entries, p, limit, nonfinite == "skip")
         if parts is not None:
             return GradientStatistics(names, [True] * len(names), *parts[:3], p, parts[3])
