@@ -106,6 +106,51 @@ def test_a_target_network_and_two_optimizers():
     assert bits(state) == bits(reference)
 
 
+class Ensemble(torch.nn.Module):
+    """Four linear layers in one vmap call, through a template on the meta device, as in TD-MPC2."""
+
+    def __init__(self):
+        super().__init__()
+        self.template = torch.nn.Linear(6, 3, device="meta")
+        self.weight, self.bias = (torch.nn.Parameter(torch.randn(4, *shape)) for shape in ((3, 6), (3,)))
+        self.cache = {}
+
+    def forward(self, x):
+        def call(weight, bias):
+            self.cache["weight"] = weight  # TensorDicts keep such tensors, too
+            return torch.func.functional_call(self.template, {"weight": weight, "bias": bias}, x)
+
+        return torch.vmap(call)(self.weight, self.bias)
+
+
+def test_tensors_without_contents():
+    """Parameters on the meta device, and tensors that torch.vmap left in a dict, are no state."""
+
+    def make():
+        torch.manual_seed(0)
+        model = Ensemble()
+        optimizer = OPTIMIZERS["adam_fused"](model.parameters())
+
+        def step(x, y):
+            loss = (model(x) - y).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return model, optimizer, step
+
+    (model, optimizer, step), (reference, _, plain) = make(), make()
+    update = gs.CapturedStep(step, model, optimizer)
+    got, wanted = captured_calls(update, batches(8)), plain_calls(plain, batches(8))
+    assert bits(got) == bits([loss.detach() for loss in wanted])
+    for name in ("weight", "bias"):
+        one, other = getattr(model, name), getattr(reference, name)
+        assert bits([one, one.grad]) == bits([other, other.grad])
+    assert len(update.graphs) == 1
+    assert gs.diagnose_capture(step, batches(2), model, optimizer).ok
+
+
 def test_micro_batches_accumulate_in_one_step():
     def make():
         learner = Learner()
