@@ -119,7 +119,7 @@ class State:
         return [root for root in self.roots.values() if isinstance(root, torch.Generator)]
 
     def named_tensors(self) -> Iterator[Item]:
-        """Parameters and buffers of the modules, and the tensors among the objects."""
+        """Parameters and buffers of the modules, the tensors among the objects, and other parameters of optimizers."""
         seen: set[int] = set()
         for name, module in self.modules():
             for path, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -128,7 +128,14 @@ class State:
                     yield Item(f"{name}.{path}", tensor)
         for name, root in self.roots.items():
             if isinstance(root, torch.Tensor) and id(root) not in seen:
+                seen.add(id(root))
                 yield Item(name, root)
+        for name, optimizer in self.optimizers().items():
+            for index, group in enumerate(optimizer.param_groups):
+                for place, tensor in enumerate(group["params"]):
+                    if id(tensor) not in seen and _has_contents(tensor):
+                        seen.add(id(tensor))
+                        yield Item(f"{name}.param_groups[{index}]['params'][{place}]", tensor)
 
     def lasting_tensors(self) -> Iterator[Item]:
         """The tensors that are to be the same objects after each step: all but gradients, other attributes of modules,
