@@ -161,7 +161,6 @@ TRAINER_EDITS = [
             lr=torch.tensor(self.config.lr_init, device=next(self.model.parameters()).device),
             weight_decay=self.config.weight_decay,
             fused=True,
-            capturable=True,
         )
         """,
     ),
