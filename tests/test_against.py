@@ -254,6 +254,23 @@ def test_the_command_with_captured_steps(slope, status, monkeypatch, tmp_path, c
     assert set(rows[-1]["step"]) == {"theirs", "ours"}
 
 
+def test_times_on_a_gpu(tapes, monkeypatch, capsys):
+    """All three learners are timed until the GPU has finished; a CPU with an index takes its place."""
+    device, finished = torch.device("cpu", 0), []
+    monkeypatch.setattr(torch.cuda, "synchronize", finished.append)
+    monkeypatch.setattr(against, "project_of", lambda name: captured_project(1.0))
+    monkeypatch.setattr(against, "checked", lambda *arguments: Folder())
+    arguments = SimpleNamespace(path=None, device=device, captured=True, steps=8, seconds=0.0)
+    rows = against.compare(captured_project(1.0), arguments)
+    assert all(map(against.agrees, rows))
+    assert set(rows[-1]["step"]) == {"theirs", "ours", "captured"}
+    assert finished == [device] * 2 * 3 * (2 + 3)  # before and after each of 3 calls of 2 losses and 3 steps
+    (graph,) = rows[-1]["graphs"]
+    assert graph["launches"] > 0
+    against.report(captured_project(1.0), rows)
+    assert f"graph: {graph['launches']} launches" in capsys.readouterr().out
+
+
 def test_the_diagnosis_of_a_captured_step(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(against, "project_of", lambda name: captured_project(1.0))
     monkeypatch.setattr(against, "checked", lambda *arguments: Folder())

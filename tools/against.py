@@ -132,7 +132,10 @@ def _dtype_record(project: Project, dtype: str, arguments: argparse.Namespace) -
                 found = lockstep.differences(alike, plain, map(batch, range(steps)), together=False, captured=True)
                 row["captured"]["plain calls"] = max(found.values())
         if not double:
-            row |= _times(dict(zip(("theirs", "ours", "captured"), learners(), strict=False)), batch(0), arguments)
+            timed = {"theirs": theirs, "ours": ours}
+            if captured and device != CPU:  # a stand-in is not timed
+                timed["captured"] = learners()[-1].captured()
+            row |= _times(timed, batch(0), arguments)
             row["commit"] = checkout.commit()
             row["edits"] = [
                 {"file": edit.file, "function": edit.function, "lines": checkout.lines_of(edit)}
@@ -156,14 +159,12 @@ def _graphs(device: torch.device) -> Iterator[None]:
 
 
 def _times(learners: dict[str, lockstep.Side], batch: Any, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Times of the losses alone and of whole steps, and the graphs."""
+    """Times of the losses alone and of whole steps, and the graphs of the captured step."""
     found: dict[str, Any] = {}
-    captured = learners.pop("captured", None)
-    if captured is not None and arguments.device != CPU:  # a stand-in is not timed
-        learners["captured"] = captured.captured()
+    if (captured := learners.get("captured")) is not None:
         for _ in range(CALLS_BEFORE_REPLAYS):
-            learners["captured"].run(batch)
-        found["graphs"] = [graph._asdict() for graph in learners["captured"].step.graphs]
+            captured.run(batch)
+        found["graphs"] = [graph._asdict() for graph in captured.step.graphs]
     alone = {name: learners[name].loss for name in ("theirs", "ours")}
     whole = {name: functools.partial(side.run, batch) for name, side in learners.items()}
     return found | {
