@@ -170,7 +170,8 @@ class CapturedStep:
 
     @property
     def graphs(self) -> list[GraphInfo]:
-        """The graphs."""
+        """For each graph `signature` (shapes and dtypes of the arguments, and the constants), `launches` (kernels,
+        copies and fills of a replay; None if not known) and `memory` (bytes of the pool, which all graphs share)."""
         return [GraphInfo(text_of(one.form), one.graph.launches(), one.graph.memory()) for one in self._captured]
 
     def reset(self) -> None:

@@ -38,6 +38,7 @@ class GradientStatistics:
     """
 
     names: list[str]
+    """The names of the tensors, in the order of all other fields."""
     is_gradient: list[bool]
     """For each tensor: True if it is a parameter, and the numbers describe its gradient; False if they describe the
     tensor itself."""
@@ -46,6 +47,7 @@ class GradientStatistics:
     histogram: torch.Tensor
     """`[N, bins]` int64: the number of finite nonzero elements by ``log2 |g|``; histograms can be added."""
     norm_type: float = 2.0
+    """The p of `norm` and `total_norm`."""
     _clipping: torch.Tensor | None = None
 
     @property
