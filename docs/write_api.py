@@ -23,6 +23,7 @@ DOCS = Path(__file__).resolve().parent
 PACKAGE = DOCS.parent / "gradscale_ext"
 PAGES = DOCS / "api"
 SECTIONS = {"Args": "Arguments", "Attributes": "Fields", "Returns": "Returns", "Raises": "Raises"}
+RELATED = "Related names: "
 Definition = ast.FunctionDef | ast.ClassDef
 
 
@@ -326,11 +327,13 @@ def index(found: list[Subject], links: dict[str, str]) -> str:
             blocks += [f"## {subject.title}", *subject.parts]
             continue
         blocks.append(f"## [{subject.title}]({subject.file})")
-        rows = ["| name | |", "| --- | --- |"]
+        rows = ["| name | | related names |", "| --- | --- | --- |"]
         for entry in subject.entries:
-            first = " ".join(documentation(entry.node).partition("\n\n")[0].split())
-            text = inline(first, {}).replace("|", r"\|")
-            rows.append(f"| [`{entry.short}`]({links[entry.short]}) | {text} |")
+            paragraphs = [" ".join(paragraph.split()) for paragraph in documentation(entry.node).split("\n\n")]
+            related = [paragraph for paragraph in paragraphs if paragraph.startswith(RELATED)]
+            cells = [paragraphs[0], *(paragraph.removeprefix(RELATED) for paragraph in related), ""][:2]
+            texts = [inline(cell, {}).replace("|", r"\|") for cell in cells]
+            rows.append(f"| [`{entry.short}`]({links[entry.short]}) | {texts[0]} | {texts[1].rstrip('.')} |")
         blocks.append("\n".join(rows))
     return "\n\n".join(blocks) + "\n"
 

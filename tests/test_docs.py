@@ -143,6 +143,22 @@ def test_the_api_pages_show_the_signatures():
             assert name == "GradientMonitorCallback" or not shown
 
 
+def test_the_index_has_the_names_that_users_search_for():
+    rows = (ROOT / "docs" / "api" / "README.md").read_text().splitlines()
+    words = {
+        "generalized_advantage_estimate": "generalized_advantages",
+        "whitening": "standardize",
+        "BCEWithLogits": "BinaryCrossEntropy",
+        "weight decay": "l2_loss",
+        "representation loss": "CategoricalKL",
+        "AGC": "clip_gradients_",
+        "gradient reversal": "reverse_gradient",
+        "CUDA graphs": "CapturedStep",
+    }
+    for word, name in words.items():
+        assert [row for row in rows if word in row and row.startswith(f"| [`{name}`]")], word
+
+
 @pytest.mark.parametrize(
     "result",
     [

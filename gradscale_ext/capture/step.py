@@ -102,6 +102,8 @@ class CapturedStep:
     outside of `state`, such as a print, happen again. A gradient that was read from `p.grad` is overwritten by the next
     replay.
 
+    Related names: CUDA graphs, `torch.cuda.graph`, `make_graphed_callables`, `CudaGraphModule` (TensorDict).
+
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.Adam(model.parameters(), fused=True)
     >>> def step(x):
