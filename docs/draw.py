@@ -193,7 +193,7 @@ def kernel_or_reference() -> Figure:
     empty(axes, 9.0, 4.0)
     questions = [
         'impl="reference"?',
-        "tensor subclasses, torch.func\ntransforms or forward mode?",
+        "wrapper subclasses, torch.func\ntransforms or forward mode?",
         "another device\nthan CPU and CUDA?",
         "torch.compile or\ntorch.export tracing?",
     ]
