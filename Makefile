@@ -171,6 +171,7 @@ lint: $(VENV)/lint $(VENV)/tidy/units
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 	$(BIN)/python bench/readme.py --check
+	$(BIN)/python docs/write_api.py --check
 	@$(MAKE) --no-print-directory --jobs=$$(getconf _NPROCESSORS_ONLN) tidy
 
 # A translation unit is checked again when one of its sources, a header or a check has changed.

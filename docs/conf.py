@@ -11,7 +11,7 @@ copyright = "the authors of gradscale_ext, Apache License 2.0"
 version = release = gradscale_ext.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "api"]  # the folder has the text of api.md for readers without the site
 # Docstrings put names and shapes between single backticks: a link if such an object exists, code otherwise.
 default_role = "py:obj"
 

@@ -192,18 +192,19 @@ def kernel_or_reference() -> Figure:
     figure, axes = plt.subplots(figsize=(8.4, 3.7))
     empty(axes, 9.0, 4.0)
     questions = [
-        ('impl="reference"?', "reference"),
-        ("tensors on another device\nthan CPU and CUDA, or subclasses?", "reference"),
-        ("torch.func transform\nor forward mode?", "reference"),
-        ("torch.compile or\ntorch.export tracing?", "operator"),
+        'impl="reference"?',
+        "wrapper subclasses, torch.func\ntransforms or forward mode?",
+        "another device\nthan CPU and CUDA?",
+        "torch.compile or\ntorch.export tracing?",
     ]
-    for row, (question, _) in enumerate(questions):
+    for row, question in enumerate(questions):
         y = 3.55 - 0.95 * row
         box(axes, 2.1, y, question, 3.2, GREY, 0.62)
         arrow(axes, (3.75, y), (5.35, y), "yes")
         if row < len(questions) - 1:
             arrow(axes, (2.1, y - 0.34), (2.1, y - 0.61), "no")
-    box(axes, 7.1, 2.6, "gradscale_ext.reference:\nthe same formulas in plain PyTorch", 3.4, GOLD, 2.5)
+    box(axes, 7.1, 3.075, "gradscale_ext.reference:\nthe same formulas in plain PyTorch", 3.4, GOLD, 1.57)
+    box(axes, 7.1, 1.65, "gradscale_ext.reference,\ncompiled by torch.compile", 3.4, GOLD, 0.62)
     box(axes, 7.1, 0.7, "one operator in the graph,\nwhose kernel runs with it", 3.4, GREEN, 0.62)
     arrow(axes, (2.1, 0.36), (2.1, 0.14), "")
     axes.text(2.3, 0.1, "no: the fused kernel, at once", fontsize=9, va="center", color=BLUE)

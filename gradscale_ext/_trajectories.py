@@ -18,14 +18,25 @@ _LARGEST = {"2**31 - 1": 2**31 - 1, "2**63 - 1": 2**63 - 1}
 
 
 class GeneralizedAdvantages(NamedTuple):
-    """Results of `generalized_advantages`, `[B, T]` each."""
+    """Results of `generalized_advantages`, `[B, T]` each, 0 where masked.
+
+    Attributes:
+        advantages: of the actions, for the policy gradient. They are not normalised: see `standardize`.
+        returns: advantages + values, the λ-returns: targets of the values.
+    """
 
     advantages: torch.Tensor
     returns: torch.Tensor
 
 
 class NStepTransitions(NamedTuple):
-    """Results of `n_step_transitions`, `[B, T]` each; `steps` is int64."""
+    """Results of `n_step_transitions`, `[B, T]` each, 0 where masked.
+
+    Attributes:
+        rewards: sums of up to n discounted rewards.
+        discounts: factors of the value after the last of these rewards; 0 after a termination.
+        steps: int64: the number of rewards in each sum. The value is the value of the state that many steps later.
+    """
 
     rewards: torch.Tensor
     discounts: torch.Tensor
@@ -33,7 +44,12 @@ class NStepTransitions(NamedTuple):
 
 
 class VTrace(NamedTuple):
-    """Results of `vtrace`, `[B, T]` each."""
+    """Results of `vtrace`, `[B, T]` each, 0 where masked.
+
+    Attributes:
+        targets: of the values.
+        advantages: of the actions, for the policy gradient. They contain the clipped ratio.
+    """
 
     targets: torch.Tensor
     advantages: torch.Tensor
@@ -42,7 +58,11 @@ class VTrace(NamedTuple):
 class MuZeroTargets(NamedTuple):
     """Results of `muzero_targets`.
 
-    `values` and the bool masks are `[B, K + 1]`; `rewards` is `[B, K]`, or `[B, K + 1]` with the root's reward first.
+    Attributes:
+        values: `[B, K + 1]`: the n-step returns; 0 after a termination.
+        rewards: `[B, K]` for a head with ``first_step=1``, or `[B, K + 1]` with the root's reward first.
+        mask: `[B, K + 1]` bool: True where the targets of value and reward are known.
+        policy_mask: `[B, K + 1]` bool: True where the search was made, so that there is a policy target.
     """
 
     values: torch.Tensor

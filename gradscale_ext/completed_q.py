@@ -59,6 +59,8 @@ def completed_q_policy(
     legal. mctx rescales over illegal actions too. Probabilities of visited actions count as the smallest normal number
     where they are smaller, as in mctx.
 
+    Related names: `qtransform_completed_by_mix_value` (mctx), improved policy, Gumbel MuZero targets.
+
     >>> prior_logits, q_values = torch.zeros(3), torch.tensor([1.0, 0.0, 9.0])
     >>> completed_q_policy(prior_logits, q_values, torch.tensor([2, 1, 0]), torch.tensor(0.5), visit_offset=8.0)
     tensor([0.5065, 0.1863, 0.3072])

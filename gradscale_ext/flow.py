@@ -60,6 +60,8 @@ def scale_gradient(x: Tree, scale: float | torch.Tensor) -> Tree:
     `torch.export`, checkpointing) value and gradient follow the formula. When the incoming gradient's memory
     belongs to nobody else it is scaled in place.
 
+    Related names: gradient scaling, `x * s + x.detach() * (1 - s)`, `GradMultiply` (fairseq).
+
     >>> x = torch.ones(3, requires_grad=True)
     >>> scale_gradient(x, 0.5).sum().backward()
     >>> x.grad
@@ -84,6 +86,8 @@ def reverse_gradient(x: Tree, scale: float | torch.Tensor = 1.0, **other: NoRetu
 
     Raises:
         TypeError, ValueError: as `scale_gradient`.
+
+    Related names: gradient reversal layer, GRL, `grad_reverse`, `ReverseLayerF`.
 
     >>> x = torch.ones(3, requires_grad=True)
     >>> reverse_gradient(x, 0.5).sum().backward()
@@ -139,6 +143,8 @@ def clip_gradient_norm(
     processes, and norms in a compiled graph or a transform, in float32 (float64 for float64 gradients) from elements
     divided by the largest. Second derivatives include the derivative of the coefficient.
 
+    Related names: per-sample gradient clipping, clipping inside of the network.
+
     >>> x = torch.zeros(2, 2, requires_grad=True)
     >>> clip_gradient_norm(x, 1.0, batch_dims=1).backward(torch.tensor([[3.0, 4.0], [0.3, 0.4]]))
     >>> x.grad
@@ -172,6 +178,8 @@ def normalize_gradient(
     Raises:
         TypeError, ValueError, NotImplementedError: as `clip_gradient_norm`.
 
+    Related names: gradient normalization, loss balancer (EnCodec).
+
     >>> x = torch.zeros(2, requires_grad=True)
     >>> normalize_gradient(x, 10.0).backward(torch.tensor([3e-30, 4e-30]))
     >>> x.grad
@@ -204,6 +212,8 @@ def clip_gradient_value(x: Tree, min: float | torch.Tensor | None, max: float | 
         NotImplementedError: forward-mode differentiation (jvp, jacfwd, hessian, forward_ad).
 
     The second derivative is the derivative of a clamp: 1 within the bounds and on them, 0 outside.
+
+    Related names: `clip_gradient` (rlax), gradient clamping.
 
     >>> x = torch.zeros(3, requires_grad=True)
     >>> clip_gradient_value(x, -1.0, None).backward(torch.tensor([-2.0, 0.5, 3.0]))

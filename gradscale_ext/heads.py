@@ -117,6 +117,8 @@ class TwoHot(Head):
         support: the bins.
         label_smoothing: 0 to 1.
 
+    Related names: categorical value loss, `scalar_to_support` (muzero-general), `transform_to_2hot` (rlax).
+
     Logits that are all 0 have the loss log S, and p = 1/S; the gradient is p - t:
 
     >>> import gradscale_ext as gs, torch
@@ -159,6 +161,8 @@ class HLGauss(Head):
     Args:
         support: the bins.
         sigma_ratio: standard deviation over the width of a bin; finite, above 0.
+
+    Related names: histogram loss, HL-Gauss.
 
     With half a bin as standard deviation the middle of three bins has 0.6827 (one sigma) of the 0.9973 (three sigmas)
     within the edges, which is 0.6845; p is 1/3:
@@ -208,6 +212,8 @@ class SoftCrossEntropy(Head):
 
     A class outside 0..A - 1 raises, or gives NaN where it cannot be read without a synchronisation.
 
+    Related names: `CrossEntropyLoss` with probabilities, policy loss, KL divergence.
+
     >>> import gradscale_ext as gs, torch
     >>> logits, target = torch.zeros(1, 2, requires_grad=True), torch.tensor([[0.75, 0.25]])
     >>> heads = {"policy": gs.SoftCrossEntropy()}
@@ -252,6 +258,8 @@ class MeanSquaredError(Head):
     Args:
         transform: applied to the target: "identity", "signed_hyperbolic" (eps 1e-3) or "symlog".
 
+    Related names: MSE, `MSELoss`, squared error, latent consistency loss (TD-MPC2).
+
     >>> import gradscale_ext as gs, torch
     >>> prediction, target = torch.tensor([[3.0, 1.0]], requires_grad=True), torch.tensor([[1.0, 1.0]])
     >>> loss = gs.multi_step_loss({"x": gs.MeanSquaredError()}, {"x": [prediction]}, {"x": [target]}).loss
@@ -286,6 +294,8 @@ class Huber(Head):
         delta: the magnitude of d from which on the loss is linear; finite, above 0.
         transform: applied to the target: "identity", "signed_hyperbolic" (eps 1e-3) or "symlog".
 
+    Related names: `HuberLoss`; `SmoothL1Loss(beta=b)` is ``Huber(delta=b, weight=1 / b)``.
+
     >>> import gradscale_ext as gs, torch
     >>> prediction, target = torch.tensor([[3.0, 1.5]], requires_grad=True), torch.tensor([[0.0, 1.0]])
     >>> loss = gs.multi_step_loss({"q": gs.Huber()}, {"q": [prediction]}, {"q": [target]}).loss
@@ -318,6 +328,8 @@ class BinaryCrossEntropy(Head):
 
     ``l = -t log sigmoid(x) - (1 - t) log sigmoid(-x)``, in a form that neither overflows nor cancels.
 
+    Related names: BCE, `BCEWithLogitsLoss`, continue or termination loss (Dreamer, TD-MPC2).
+
     >>> import gradscale_ext as gs, torch
     >>> logits, target = torch.zeros(1, requires_grad=True), torch.ones(1)
     >>> loss = gs.multi_step_loss({"end": gs.BinaryCrossEntropy()}, {"end": [logits]}, {"end": [target]}).loss
@@ -338,6 +350,8 @@ class NegativeCosine(Head):
 
     Args:
         eps: least length; finite, above 0.
+
+    Related names: cosine similarity loss, consistency loss, SimSiam loss.
 
     >>> import gradscale_ext as gs, torch
     >>> prediction, target = torch.tensor([[3.0, 4.0]], requires_grad=True), torch.tensor([[2.0, 0.0]])
@@ -374,6 +388,8 @@ class QuantileHuber(Head):
         kappa: the magnitude of u from which on the loss of a pair is linear; finite, at least 0. For 0, ``|u|``
             replaces huber(u) / kappa.
         sum_over_quantiles: False: the mean over i instead of the sum.
+
+    Related names: `quantile_huber_loss` (Stable-Baselines3-contrib), quantile regression loss.
 
     >>> import gradscale_ext as gs, torch
     >>> quantiles, samples = torch.tensor([[0.0, 1.0]], requires_grad=True), torch.tensor([[3.0]])
@@ -413,6 +429,8 @@ class CategoricalKL(Head):
         free_nats: finite, at least 0.
         prediction: "q": predictions are the logits of q, targets the logits of p: the dynamics loss, which trains
             the prior. "p": the other way round: the representation loss, which trains the posterior.
+
+    Related names: dynamics loss and representation loss, KL balancing, free bits.
 
     >>> import gradscale_ext as gs, torch
     >>> prior, posterior = torch.zeros(1, 1, 2, requires_grad=True), torch.tensor([[[0.0, -torch.inf]]])

@@ -52,6 +52,8 @@ def standardize(
     PPO (Schulman et al. 2017) is usually written with ``advantages.std()``, which divides by n - 1. TRL and verl call
     this "whitening" with a mask, and add their eps to the variance, inside of the square root.
 
+    Related names: advantage normalization, whitening, `masked_whiten` (TRL), z-score.
+
     >>> advantages = torch.tensor([[1.0, 3.0, 5.0, 9.0]])
     >>> standardize(advantages, mask=torch.tensor([[True, False, True, False]]))
     tensor([[-1.,  0.,  1.,  0.]])
@@ -217,6 +219,8 @@ class ReturnScale(ModuleWithNumbers):
 
     The defaults are DreamerV3's for returns (Hafner et al. 2023; its `retnorm`: "perc", rate 0.01, limit 1.0).
     `RunningScale` of TD-MPC2 starts at 1, and averages the clamped range instead of the percentiles.
+
+    Related names: return normalization, `retnorm` and Moments (Dreamer), `RunningScale` (TD-MPC2).
 
     >>> return_scale = ReturnScale(low=0.0, high=1.0, decay=0.5)
     >>> return_scale(torch.tensor([2.0, 12.0]))

@@ -85,10 +85,10 @@ def lambda_returns(
         rewards: r, `[B, T]` float64, float32, bfloat16 or float16. All numeric tensors accept these dtypes.
         values: V of all T + 1 observations, `[B, T + 1]`. Not read, and optional, if `next_values` is given.
         next_values: V(s'_t), `[B, T]`, of the true successors, before any reset.
-        discount: γ, a number from -1 to 1; a 0-dim tensor, read on its device without a synchronisation; or a tensor
-            of two dimensions that broadcasts to `[B, T]`. 0 ends an episode as `terminated` does, which is the
-            convention of rlax and Dreamer; negative for zero-sum games in which players alternate. A constant:
-            it gets no gradient, and must not require grad.
+        discount: γ (gamma), a number from -1 to 1; a 0-dim tensor, read on its device without a synchronisation; or a
+            tensor of two dimensions that broadcasts to `[B, T]`. 0 ends an episode as `terminated` does, which is the
+            convention of rlax and Dreamer; negative for zero-sum games in which players alternate. A constant: it gets
+            no gradient, and must not require grad.
         lambda_: λ, from 0 to 1, in the same forms. Not read at a cut. A constant, like `discount`.
         terminated: `[B, T]` bool. The episode ended by its rules: s'_t is worth 0, whatever `next_values` holds.
         truncated: `[B, T]` bool. The episode was cut, for example by a time limit: the result bootstraps from V(s'_t)
@@ -112,6 +112,8 @@ def lambda_returns(
     Flags are stored with the transition, as in Gymnasium and TorchRL. CleanRL, Stable-Baselines3 and PufferLib store
     them one step later: pass ``dones[1:]`` followed by the last done. TorchRL 0.14 multiplies by ``~done``, so that a
     NaN reaches the episode before it.
+
+    Related names: TD(λ) targets, `td_lambda_return_estimate` (TorchRL), `lambda_return` (Dreamer).
 
     >>> rewards, values = torch.tensor([[1.0, 1.0, 1.0]]), torch.tensor([[0.0, 0.0, 0.0, 8.0]])
     >>> lambda_returns(rewards, values, discount=0.5, lambda_=1.0)
@@ -150,6 +152,8 @@ def n_step_returns(
         rewards, values, next_values, discount, terminated, truncated, mask, batch_first: as in `lambda_returns`.
 
     Returns, raises: as `lambda_returns`.
+
+    Related names: `n_step_bootstrapped_returns` (rlax), TD(n) targets, Monte Carlo returns if n is large.
 
     >>> rewards, values = torch.tensor([[1.0, 1.0, 1.0]]), torch.tensor([[0.0, 0.0, 4.0, 8.0]])
     >>> n_step_returns(rewards, values, discount=0.5, n=2)
@@ -198,6 +202,8 @@ def n_step_transitions(
     The time does not depend on n. N-step replay buffers, as of Rainbow (Hessel et al. 2018), store these parts of each
     window when it is complete. Here they are computed from stored trajectories, with a discount for each step.
 
+    Related names: n-step replay buffer, `MultiStepTransform` (TorchRL), n-step rewards.
+
     >>> parts = n_step_transitions(torch.tensor([[1.0, 1.0, 1.0]]), discount=0.5, n=2)
     >>> parts.rewards, parts.discounts, parts.steps
     (tensor([[1.5000, 1.5000, 1.0000]]), tensor([[0.2500, 0.2500, 0.5000]]), tensor([[2, 2, 1]]))
@@ -239,6 +245,8 @@ def generalized_advantages(
 
     CleanRL treats a truncation as a termination, and stores flags with the observation, one step later. rlax has no
     flags: a discount of 0 is a termination, and a truncation cannot be expressed.
+
+    Related names: GAE, gae, `generalized_advantage_estimate` (TorchRL), gae_lambda.
 
     >>> rewards, values = torch.tensor([[1.0, 1.0]]), torch.tensor([[0.5, 0.5, 2.0]])
     >>> generalized_advantages(rewards, values, discount=1.0, lambda_=0.5).advantages
@@ -300,6 +308,8 @@ def vtrace(
     λ is a factor of c and mixes the bootstrap of the advantages, as in rlax. IMPALA, TorchRL and RLlib have no λ; the
     default of 1 gives their results. `clip_pg_rho` clips the ratio of the advantages; TorchRL uses `rho_thresh` there.
 
+    Related names: `vtrace_advantage_estimate` (TorchRL), `vtrace_td_error_and_advantage` (rlax), off-policy correction.
+
     >>> ratios = torch.tensor([[2.0, 0.5]])
     >>> vtrace(torch.ones(1, 2), torch.zeros(1, 3), ratios=ratios, discount=1.0).targets
     tensor([[1.5000, 0.5000]])
@@ -357,6 +367,8 @@ def retrace(
 
     Retrace uses c_{t+1}, aligned with q_{t+1}, as rlax does; V-trace uses c_t.
 
+    Related names: Retrace, off-policy Q targets.
+
     >>> zeros, ratios = torch.zeros(1, 2), torch.tensor([[9.0, 0.5]])
     >>> retrace(torch.ones(1, 2), zeros, zeros, ratios=ratios, discount=1.0)
     tensor([[1.5000, 1.0000]])
@@ -411,7 +423,7 @@ def muzero_targets(
         td_steps: n, an integer of at least 1; or an int64 tensor, `[B]` or `[B, K + 1]`, in which numbers below 1 are
             read as 1 (EfficientZero's shorter horizons for old games). A window shorter than j + n_j bootstraps from
             its last state.
-        discount: γ, a number from -1 to 1, a 0-dim tensor, or `[B, 1]`.
+        discount: γ (gamma), a number from -1 to 1, a 0-dim tensor, or `[B, 1]`.
         lengths: ℓ, `[B]` int64 from 0 to L: the number of recorded moves; later entries are not read. None: L. Other
             lengths are errors on a CPU, and with `check`; elsewhere, they are clamped.
         terminated: `[B]` bool: True if the game ended, by its rules, after the recorded moves. Required with `lengths`.
@@ -444,6 +456,8 @@ def muzero_targets(
     Version 1 of the pseudocode pairs step k with r_k; version 2 pairs it with r_{k-1}, as this function does.
     EfficientZero and LightZero store r_{k-1} at index k - 1. At a time limit, this function bootstraps; other
     libraries treat the limit as an absorbing state, or mask the value.
+
+    Related names: `make_target`, bootstrapped value targets, reanalyse targets.
 
     >>> targets = muzero_targets(
     ...     torch.ones(1, 3),

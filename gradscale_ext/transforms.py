@@ -52,6 +52,8 @@ def signed_hyperbolic(x: torch.Tensor, eps: float = 1e-3) -> torch.Tensor:
 
     From Pohlen et al. 2018, "Observe and Look Further". MuZero applies it to rewards and values, with eps=1e-3.
 
+    Related names: value rescaling, `h(x)`, scalar transform (EfficientZero, LightZero).
+
     >>> signed_hyperbolic(torch.tensor([0.0, 3.0, -3.0]), eps=0.0)
     tensor([ 0.,  1., -1.])
     """
@@ -77,6 +79,8 @@ def signed_parabolic(x: torch.Tensor, eps: float = 1e-3) -> torch.Tensor:
 
     Returns:
         Tensor of the shape and dtype of `x`; the derivative at 0 is ``2 / (1 + 2 eps)``, at ±inf ``1 / eps``.
+
+    Related names: inverse value rescaling, inverse scalar transform.
 
     >>> signed_parabolic(torch.tensor([0.0, 1.0, -1.0]), eps=0.0)
     tensor([ 0.,  3., -3.])

@@ -54,6 +54,8 @@ def unroll(
         TypeError: `actions` is not a tensor or a sequence of tensors, a function does not return (outputs, hidden),
             `hidden` has a leaf that is not a floating or complex tensor, or `hidden_scale` is not a number or a tensor.
 
+    Related names: initial and recurrent inference, backpropagation through time (BPTT).
+
     >>> outputs = unroll(
     ...     lambda observation: ({"value": observation}, observation),
     ...     lambda hidden, action: ({"value": hidden + action, "reward": action}, hidden + action),

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 import against  # noqa: E402
-from recipes import lockstep  # noqa: E402
+from recipes import lightzero, lightzero_unizero, lockstep  # noqa: E402
 from recipes.checkout import Checkout, Edit, Lines, UnusableError, fetch  # noqa: E402
 
 # ---- Differences -----------------------------------------------------------------------------------------------------
@@ -424,6 +424,22 @@ def test_a_missing_dependency(monkeypatch, capsys, tmp_path):
 
 
 # ---- The documentation -----------------------------------------------------------------------------------------------
+
+
+def test_recipes_do_not_read_masked_entries():
+    """What the recipes log and store for replay is finite where padding is NaN."""
+    padded, mask = torch.tensor([[1.0, 2.0, math.nan]]), torch.tensor([[True, True, False]])
+    errors = lightzero_unizero.priorities(padded, torch.zeros(1, 3), mask)
+    assert errors.tolist() == [1.5]
+    (text,) = [edit.lines for edit in lightzero_unizero.EDITS if "policy_entropy =" in edit.lines]
+    (line,) = [line.strip() for line in text.splitlines() if "policy_entropy =" in line]
+    names = {"torch": torch, "out": SimpleNamespace(entropy={"policy": padded}), "batch": {"mask_padding": mask}}
+    exec(line, names)
+    assert names["policy_entropy"].tolist() == [[1.0, 2.0, 0.0]]
+    policy = torch.full((2, 3, 2), 0.5)
+    policy[0, 2] = math.nan
+    valid = torch.cat((mask, torch.ones_like(mask))).float()
+    assert lightzero.target_entropy(policy, valid).item() == pytest.approx(2 * math.log(2), rel=1e-5)
 
 
 def test_every_project_was_measured():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import socket
 from pathlib import Path
@@ -116,6 +117,60 @@ def test_named_files_exist(page):
 def test_the_api_page_lists_every_public_name():
     named = set(re.findall(r"^\.\. auto\w+:: ([\w.]+)", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
     assert {*gs.__all__} - {name.rpartition(".")[2] for name in named} == {"reference"}
+
+
+def parts_of_the_api():
+    """By name, the part of a page in docs/api/ that is about it."""
+    texts = [page.read_text() for page in sorted((ROOT / "docs" / "api").glob("*.md")) if page.name != "README.md"]
+    parts = [part for text in texts for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]]
+    return {re.match(r"(?:class )?`(\w+)`", part)[1]: part for part in parts}
+
+
+def test_the_api_pages_show_the_signatures():
+    """Names of parameters, their order and kinds are the ones that Python reports."""
+    parts = parts_of_the_api()
+    assert {*gs.__all__} - {*parts} == {"reference"}
+    assert len(re.findall(r"^```py$", "".join(parts.values()), re.MULTILINE)) > 60
+    for name, part in parts.items():
+        shown = re.match(rf".*\n\n```py\n[\w.]*{name}\((.*?)\)\n```", part, re.DOTALL)
+        if shown and name in gs.__all__:
+            written = eval(f"lambda {' '.join(shown[1].split())}: 0")
+            expected, found = (inspect.signature(entry).parameters for entry in (getattr(gs, name), written))
+            assert [(p.name, p.kind) for p in found.values()] == [(p.name, p.kind) for p in expected.values()], name
+            defaults = [p.default for p in expected.values()]
+            assert [p.default for p in found.values()] == pytest.approx(defaults), name
+        else:
+            assert name == "GradientMonitorCallback" or not shown
+
+
+def test_the_index_has_the_names_that_users_search_for():
+    rows = (ROOT / "docs" / "api" / "README.md").read_text().splitlines()
+    words = {
+        "generalized_advantage_estimate": "generalized_advantages",
+        "whitening": "standardize",
+        "BCEWithLogits": "BinaryCrossEntropy",
+        "weight decay": "l2_loss",
+        "representation loss": "CategoricalKL",
+        "AGC": "clip_gradients_",
+        "gradient reversal": "reverse_gradient",
+        "CUDA graphs": "CapturedStep",
+    }
+    for word, name in words.items():
+        assert [row for row in rows if word in row and row.startswith(f"| [`{name}`]")], word
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        gs.CaptureDiagnosis, gs.CaptureFinding, gs.Finding, gs.GeneralizedAdvantages, gs.GradientDiagnosis,
+        gs.GradientStatistics, gs.MuZeroTargets, gs.MultiStepLossOutput, gs.NStepTransitions, gs.VTrace,
+    ],
+)  # fmt: skip
+def test_fields_of_results_are_described(result):
+    described = re.findall(r"^- `(\w+)`: ", parts_of_the_api()[result.__name__], re.MULTILINE)
+    fields = [name for name in inspect.get_annotations(result) if not name.startswith("_")]
+    assert fields
+    assert set(fields) <= set(described)
 
 
 def test_speeds_are_compared_with_the_faster_baseline():

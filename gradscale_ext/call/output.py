@@ -14,6 +14,9 @@ class MultiStepLossOutput:
     """Loss, metrics and predictions of one call; everything on the device of the predictions, nothing synchronised.
 
     float32, or float64 when a prediction is float64. Only `loss` has a gradient.
+
+    `head_means` contain no weights, so that runs with other weights can be compared; `head_losses` contain all weights,
+    and add up to the loss.
     """
 
     loss: torch.Tensor

@@ -35,8 +35,11 @@ class CaptureFinding:
     """One thing that a CUDA graph of a step would get wrong."""
 
     code: Code
+    """The kind of fault, such as "sync"."""
     cause: str
+    """What happened, in a sentence."""
     remedy: str
+    """What to write instead."""
     location: str | None = None
     """File and line of the user's code, such as "train.py:12", where known."""
     source: str | None = None
@@ -51,6 +54,7 @@ class CaptureDiagnosis(Report):
     """
 
     findings: list[CaptureFinding]
+    """A finding for each cause and place."""
     num_calls: int
     """Number of calls of PyTorch in a step."""
 

@@ -102,6 +102,8 @@ class CapturedStep:
     outside of `state`, such as a print, happen again. A gradient that was read from `p.grad` is overwritten by the next
     replay.
 
+    Related names: CUDA graphs, `torch.cuda.graph`, `make_graphed_callables`, `CudaGraphModule` (TensorDict).
+
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.Adam(model.parameters(), fused=True)
     >>> def step(x):
@@ -170,7 +172,8 @@ class CapturedStep:
 
     @property
     def graphs(self) -> list[GraphInfo]:
-        """The graphs."""
+        """For each graph `signature` (shapes and dtypes of the arguments, and the constants), `launches` (kernels,
+        copies and fills of a replay; None if not known) and `memory` (bytes of the pool, which all graphs share)."""
         return [GraphInfo(text_of(one.form), one.graph.launches(), one.graph.memory()) for one in self._captured]
 
     def reset(self) -> None:

@@ -119,6 +119,8 @@ def diagnose_gradients(
             has watched nothing, or another forward pass.
         RuntimeError: PyTorch cannot differentiate the loss.
 
+    Related names: `grad is None`, unused parameters, `find_unused_parameters`.
+
     >>> class Model(torch.nn.Module):
     ...     def __init__(self):
     ...         super().__init__()

@@ -44,10 +44,13 @@ class Finding:
     """One parameter, and why it is not trained, or is trained only by a part of the loss."""
 
     code: Code
+    """The kind of fault, such as "detached"; the page on gradients has a section for each."""
     parameter: str
     """Name in the model; "loss" for a finding about the loss as a whole."""
     cause: str
+    """What happened, in a sentence."""
     remedy: str
+    """What to write instead."""
     location: str | None = None
     """File and line of the user's code, such as "train.py:12", where known."""
     source: str | None = None
@@ -134,6 +137,7 @@ class GradientDiagnosis(Report):
     """
 
     findings: list[Finding]
+    """A finding for each parameter and cause."""
     num_parameters: int
     """Number of the model's parameters."""
 

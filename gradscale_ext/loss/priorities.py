@@ -52,6 +52,8 @@ def priorities(
 
     From Schaul et al. 2016; nu and z as in MuZero, appendix G.
 
+    Related names: PER, prioritized experience replay, TD-error priorities.
+
     >>> expected, targets = torch.tensor([[1.0, 5.0]]), torch.tensor([[3.0, 5.0]])
     >>> priorities(expected, targets, eps=0.0)
     tensor([2.])

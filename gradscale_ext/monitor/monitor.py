@@ -91,6 +91,8 @@ class GradientMonitor:
         TypeError: an argument has the wrong type, or an optimizer's steps run no hooks.
         ValueError: model and optimizer share no parameter, a number is out of range, or a named module does not exist.
 
+    Related names: gradient logging, `wandb.watch`, `track_grad_norm` (Lightning 1).
+
     >>> model = torch.nn.Linear(2, 1, bias=False)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> with GradientMonitor(model, optimizer, every=1) as monitor:

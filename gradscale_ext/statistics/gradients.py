@@ -38,6 +38,7 @@ class GradientStatistics:
     """
 
     names: list[str]
+    """The names of the tensors, in the order of all other fields."""
     is_gradient: list[bool]
     """For each tensor: True if it is a parameter, and the numbers describe its gradient; False if they describe the
     tensor itself."""
@@ -46,6 +47,7 @@ class GradientStatistics:
     histogram: torch.Tensor
     """`[N, bins]` int64: the number of finite nonzero elements by ``log2 |g|``; histograms can be added."""
     norm_type: float = 2.0
+    """The p of `norm` and `total_norm`."""
     _clipping: torch.Tensor | None = None
 
     @property
@@ -201,6 +203,8 @@ def gradient_statistics(tensors: Tensors, names: Sequence[str] | None = None) ->
         TypeError: an element is neither a floating or complex tensor nor None.
         ValueError: the number of names differs from the number of tensors.
 
+    Related names: gradient norm, `get_total_norm`, gradient histogram.
+
     >>> model = torch.nn.Linear(3, 1)
     >>> model.weight.grad = torch.tensor([[3.0, -4.0, 0.0]])
     >>> statistics = gradient_statistics(model)
@@ -340,6 +344,8 @@ def clip_gradients_(
     Raises:
         TypeError, ValueError: an argument is wrong.
         RuntimeError: with `nonfinite="error"`, an element or the total norm is not finite.
+
+    Related names: `clip_grad_norm_`; adaptive gradient clipping, AGC, `adaptive_clip_grad` (timm).
 
     >>> p = torch.zeros(2, requires_grad=True)
     >>> p.grad = torch.tensor([3.0, 4.0])

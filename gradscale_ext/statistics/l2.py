@@ -29,6 +29,8 @@ def l2_loss(parameters: Iterable[torch.Tensor] | torch.nn.Module, weight: float 
         TypeError: an element is not a floating tensor, or `weight` is not a real number.
         ValueError: `weight` is a tensor with dimensions.
 
+    Related names: weight decay, L2 regularization. `l2_loss` of rlax and optax is another function: a squared error.
+
     >>> p = torch.tensor([3.0, 4.0], requires_grad=True)
     >>> loss = l2_loss([p], weight=0.1)
     >>> loss.backward()

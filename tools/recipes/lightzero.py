@@ -62,7 +62,8 @@ def target_entropy(target_policy, mask):
     """Entropy of the target policy, for the log: means over unmasked samples, summed over the steps after the root."""
     p = target_policy[:, 1:] + 1e-6
     mask = mask[:, 1 : p.shape[1] + 1]
-    mean = (-(p * p.log()).sum(-1) * mask).sum(0) / mask.sum(0).clamp(min=1)
+    entropy = torch.where(mask.bool(), -(p * p.log()).sum(-1), 0)
+    mean = entropy.sum(0) / mask.sum(0).clamp(min=1)
     return torch.where(mask.any(0), mean, math.log(p.shape[-1])).sum()
 
 

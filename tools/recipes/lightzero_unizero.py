@@ -49,8 +49,7 @@ def losses(world_model, outputs, latent, batch):
 
 def priorities(expected, targets, mask):
     """Mean absolute error of the valid steps."""
-    errors = gs.priorities(expected, targets, steps="all", eps=0.0)
-    return (errors * mask).sum(1) / mask.sum(1).clamp_min(1)
+    return gs.priorities(expected, targets, steps="mean", eps=0.0, mask=mask)
 
 
 EDITS = [
@@ -90,7 +89,7 @@ EDITS = [
         loss_obs, loss_rewards, loss_value, loss_policy = (
             out.per_step[name] for name in ('obs', 'rewards', 'value', 'policy')
         )
-        policy_entropy = out.entropy['policy'] * batch['mask_padding']
+        policy_entropy = torch.where(batch['mask_padding'], out.entropy['policy'], 0)
         orig_policy_loss = loss_policy + self.policy_entropy_weight * policy_entropy
         value_priority = priorities(out.expected['value'], batch['target_value'], batch['mask_padding'])
         """,
