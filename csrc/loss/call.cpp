@@ -250,6 +250,7 @@ void Call::add_coefficients(size_t h, Slab incoming) {
   coefficients.head_weight_tensor = weight_of(head_weights[h].tensor, -1, -1).values;
   coefficients.share = slab(outputs.shares[h], 1);
   coefficients.grad_output = incoming;
+  coefficients.first_segment = static_cast<int64_t>(segments_.size());
   coefficients_.push_back(coefficients);
 }
 

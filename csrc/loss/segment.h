@@ -75,13 +75,13 @@ struct Head {
 };
 
 // Results of a row that are reduced to outputs of its head.
-struct RowMetrics {
-  double gradient_square; // the sum of the squares of its gradient before rounding
-  double largest_logit;   // the largest magnitude of its finite logits
+struct alignas(16) RowMetrics { // one access
+  double gradient_square;       // the sum of the squares of its gradient before rounding
+  double largest_logit;         // the largest magnitude of its finite logits
 };
 
 // Sums over the samples of a head.
-struct HeadSums {
+struct alignas(16) HeadSums {
   double losses;         // of unmasked entries
   double unmasked;       // the number of unmasked entries
   double share;          // of the loss, without the head weight
@@ -150,7 +150,8 @@ struct Coefficients {
   double head_weight_number = 1; // from the call's head_weights
   Rows head_weight_tensor;       // the same, if it is a tensor
   Slab share; // the head's share of the loss without its head weight, a scalar or one per sample; no data: not wanted
-  Slab grad_output; // a scalar (stride 0) or one per sample; no data: 1
+  Slab grad_output;          // a scalar (stride 0) or one per sample; no data: 1
+  int64_t first_segment = 0; // of the head
 
   GRADSCALE_HOST_DEVICE double share_factor() const {
     return entries == nullptr ? factor : factor / divisor_for(*entries);
@@ -246,6 +247,8 @@ struct PartialSums {
   HeadSums* heads;  // [blocks][num_heads]
 };
 
+constexpr int kTotalsThreads = 512; // of a block of loss_totals, at most
+
 // The argument of all kernels of the loss: a pass, whose lists are at these offsets in the table.
 struct DevicePass {
   Pass pass;
@@ -256,6 +259,8 @@ struct DevicePass {
   int64_t spans;
   int64_t num_spans;
   int32_t rows_per_warp; // LossRows rounds it up, with rounded_rows_per_warp()
+  int32_t groups_shift;  // in loss_totals, log2 of the groups of 32 samples of a block,
+  int32_t parts_shift;   // and log2 of the warps that share the steps of a head of a group
   PartialSums partial;   // of loss_totals
   unsigned* blocks_done; // a counter for loss_totals, which loss_rows sets to 0
 

@@ -131,22 +131,42 @@ const std::string& loss_rows_for(const std::vector<RowSpecification>& row_kinds,
 
 constexpr const char* kFile = "loss/cuda/totals.cuh";
 
-// An empty batch has a block too, whose sums are 0.
-int64_t total_blocks(const Pass& pass) {
-  return pass.batch <= kThreads ? 1 : (pass.batch + kThreads - 1) / kThreads;
-}
+// The launch of loss_totals. It does not depend on the GPU, so that sums are the same on all GPUs.
+struct TotalsShape {
+  int32_t groups_shift = 0, parts_shift = 0; // as in DevicePass
+  int64_t blocks;
+  int threads;
+
+  explicit TotalsShape(const Pass& pass) {
+    constexpr int64_t most_warps = kTotalsThreads / 32;
+    constexpr int64_t enough_blocks = 128; // occupy most GPUs; the last block adds up the sums of all
+    const int64_t heads = std::min(pass.num_heads, most_warps);          // at once; for more heads it repeats
+    const int64_t groups = std::max<int64_t>(1, (pass.batch + 31) / 32); // a group without samples has sums of 0
+    const auto fits = [&](int32_t shift) { return heads << shift <= most_warps; };
+    while (fits(groups_shift + 1) && groups > enough_blocks << groups_shift) {
+      ++groups_shift;
+    }
+    while (fits(groups_shift + parts_shift + 1) && 1 << parts_shift < pass.steps) {
+      ++parts_shift;
+    }
+    blocks = (groups + (1 << groups_shift) - 1) >> groups_shift;
+    threads = static_cast<int>(32 * heads << (groups_shift + parts_shift));
+  }
+};
 
 // The launches of a pass.
 class Launches {
  public:
-  Launches(const Pass& pass, const OnDevice& device) : pass_(pass), device_(device) {
+  Launches(const Pass& pass, const OnDevice& device) : pass_(pass), device_(device), totals_(pass) {
     argument_.pass = pass;
-    const int64_t blocks = total_blocks(pass);
+    const int64_t blocks = totals_.blocks;
     const auto bytes_of_block = static_cast<int64_t>(sizeof(LossSums) + pass.num_heads * sizeof(HeadSums));
-    memory_ = device.memory(blocks * bytes_of_block + static_cast<int64_t>(sizeof(double))); // the counter, aligned
+    memory_ = device.memory(blocks * bytes_of_block + static_cast<int64_t>(sizeof(LossSums))); // the counter, aligned
     argument_.partial.losses = static_cast<LossSums*>(memory_.mutable_data_ptr());
     argument_.partial.heads = reinterpret_cast<HeadSums*>(argument_.partial.losses + blocks);
     argument_.blocks_done = reinterpret_cast<unsigned*>(argument_.partial.heads + blocks * pass.num_heads);
+    argument_.groups_shift = totals_.groups_shift;
+    argument_.parts_shift = totals_.parts_shift;
     argument_.rows_per_warp = balanced_rows_per_warp(pass.batch * pass.num_segments, multiprocessors());
     for (int64_t i = 0; i < pass.num_segments; ++i) {
       if (!pass.is_backward || pass.segments[i].gradient.data != nullptr) {
@@ -174,7 +194,8 @@ class Launches {
   }
 
   void totals() const {
-    device_.launch(kFile, "loss_totals", total_blocks(pass_), kThreads, argument_);
+    const char* name = argument_.table.outside == nullptr ? "loss_totals<true>" : "loss_totals<false>";
+    device_.launch(kFile, name, totals_.blocks, totals_.threads, argument_);
   }
 
  private:
@@ -225,6 +246,7 @@ class Launches {
 
   const Pass& pass_;
   const OnDevice& device_;
+  const TotalsShape totals_;
   DevicePass argument_{};
   at::Tensor memory_; // of the partial sums and the counter of blocks
   TableBuilder table_;
