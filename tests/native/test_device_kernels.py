@@ -69,6 +69,13 @@ FAULTS = {
         "  to->launch = launch;",
         IN_GLOBAL,
     ),
+    "missing barrier between the rows of two blocks": (
+        "rows of several blocks in one",
+        "loss/cuda/multi_step_loss.cuh",
+        "    __syncthreads(); // all warps have read what is in shared memory\n",
+        "",
+        IN_SHARED,
+    ),
     "missing barrier of a warp": (
         "rows of a warp",
         "cuda/lane_rows.cuh",

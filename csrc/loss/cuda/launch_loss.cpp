@@ -154,15 +154,18 @@ struct TotalsShape {
   }
 };
 
-// The launches of a pass.
+} // namespace
+
+// The launches of a pass, with their arguments.
 class Launches {
  public:
-  Launches(const Pass& pass, const OnDevice& device) : pass_(pass), device_(device), totals_(pass) {
+  Launches(const Pass& pass, const OnDevice& device) : totals_(pass) {
     argument_.pass = pass;
     const int64_t blocks = totals_.blocks;
     const auto bytes_of_block = static_cast<int64_t>(sizeof(LossSums) + pass.num_heads * sizeof(HeadSums));
-    memory_ = device.memory(blocks * bytes_of_block + static_cast<int64_t>(sizeof(LossSums))); // the counter, aligned
-    argument_.partial.losses = static_cast<LossSums*>(memory_.mutable_data_ptr());
+    workspace_ =
+        device.memory(blocks * bytes_of_block + static_cast<int64_t>(sizeof(LossSums))); // the counter, aligned
+    argument_.partial.losses = static_cast<LossSums*>(workspace_.mutable_data_ptr());
     argument_.partial.heads = reinterpret_cast<HeadSums*>(argument_.partial.losses + blocks);
     argument_.blocks_done = reinterpret_cast<unsigned*>(argument_.partial.heads + blocks * pass.num_heads);
     argument_.groups_shift = totals_.groups_shift;
@@ -173,34 +176,50 @@ class Launches {
         add_to_span(i);
       }
     }
-    if (blocks_ > INT32_MAX) {
+    if (blocks_ > INT32_MAX / 2) { // so that the index of a block plus their number does not overflow
       throw std::runtime_error("multi_step_loss: the batch is too large for one launch; split it");
     }
+    argument_.num_blocks = blocks_;
     argument_.heads = table_.add(pass.heads, pass.num_heads);
     argument_.coefficients = table_.add(pass.coefficients, pass.num_heads);
     argument_.segments = table_.add(pass.segments, pass.num_segments);
     argument_.num_spans = static_cast<int64_t>(spans_.size());
     argument_.spans = table_.add(spans_.data(), argument_.num_spans);
     argument_.table = table_.build(device);
+    rows_name_ = &loss_rows_for(row_kinds_, argument_.table.outside == nullptr);
   }
 
-  void rows() const {
-    const std::string& name = loss_rows_for(row_kinds_, argument_.table.outside == nullptr);
-    device_.launch("loss/cuda/multi_step_loss.cuh", name, blocks_, kRowThreads, argument_);
+  // Returns after the launches of a pass.
+  void run(const OnDevice& device) {
+    const bool inside = argument_.table.outside == nullptr;
+    if (argument_.pass.counts_unmasked && !argument_.pass.is_backward) {
+      device.launch(kFile, "count_unmasked", argument_.pass.num_heads, kThreads, argument_);
+    }
+    rows(device, argument_);
+    if (!argument_.pass.is_backward) {
+      const char* name = inside ? "loss_totals<true>" : "loss_totals<false>";
+      device.launch(kFile, name, totals_.blocks, totals_.threads, argument_);
+    }
+    workspace_.reset();
   }
 
-  void count_unmasked() const {
-    device_.launch(kFile, "count_unmasked", pass_.num_heads, kThreads, argument_);
+  void rows(const OnDevice& device, const DevicePass& argument) const {
+    constexpr int64_t most_blocks = 8; // per multiprocessor, if they may have nothing to do
+    const int64_t blocks = argument.pass.has_gradients ? std::min(blocks_, most_blocks * multiprocessors()) : blocks_;
+    device.launch("loss/cuda/multi_step_loss.cuh", *rows_name_, blocks, kRowThreads, argument);
   }
 
-  void totals() const {
-    const char* name = argument_.table.outside == nullptr ? "loss_totals<true>" : "loss_totals<false>";
-    device_.launch(kFile, name, totals_.blocks, totals_.threads, argument_);
+  void again(const Slab& grad_output, const OnDevice& device) const {
+    DevicePass argument = argument_;
+    argument.pass.is_backward = true;
+    argument.pass.has_gradients = true;
+    argument.pass.grad_output = grad_output;
+    rows(device, argument);
   }
 
  private:
   void add_to_span(int64_t index) {
-    const Segment& segment = pass_.segments[index];
+    const Segment& segment = argument_.pass.segments[index];
     if (std::max(segment.width, segment.target_width) > INT32_MAX - 64) {
       throw std::runtime_error("multi_step_loss: a row has more than 2147483583 elements");
     }
@@ -211,12 +230,12 @@ class Launches {
     if (found == row_kinds_.end()) {
       row_kinds_.push_back(specification);
     }
-    const auto head = static_cast<int32_t>(segment.head - pass_.heads);
+    const auto head = static_cast<int32_t>(segment.head - argument_.pass.heads);
     const int64_t rows_per_block =
         specification.lanes == 0
             ? kRowThreads / threads
             : kRowThreads / 32 * rounded_rows_per_warp(argument_.rows_per_warp, specification.lanes);
-    const int64_t blocks = (pass_.batch + rows_per_block - 1) / rows_per_block;
+    const int64_t blocks = (argument_.pass.batch + rows_per_block - 1) / rows_per_block;
     const bool follows = !spans_.empty() && last_segment_ == index - 1 && spans_.back().head == head &&
                          spans_.back().row_kind == row_kind;
     if (!follows) {
@@ -244,29 +263,25 @@ class Launches {
                                                           : table_.add(support.raw_centers_float, support.num_bins);
   }
 
-  const Pass& pass_;
-  const OnDevice& device_;
   const TotalsShape totals_;
   DevicePass argument_{};
-  at::Tensor memory_; // of the partial sums and the counter of blocks
+  at::Tensor workspace_; // the partial sums and the counter of blocks
   TableBuilder table_;
   std::vector<Span> spans_;
   std::vector<RowSpecification> row_kinds_;
-  int64_t last_segment_ = -1; // of the last span
-  int64_t blocks_ = 0;        // of loss_rows
+  const std::string* rows_name_ = nullptr; // of loss_rows
+  int64_t last_segment_ = -1;              // of the last span
+  int64_t blocks_ = 0;                     // of loss_rows
 };
 
-} // namespace
+std::shared_ptr<const Launches> launch_loss(const Pass& pass, const OnDevice& device) {
+  auto launches = std::make_shared<Launches>(pass, device);
+  launches->run(device);
+  return launches;
+}
 
-void launch_loss(const Pass& pass, const OnDevice& device) {
-  const Launches launches(pass, device);
-  if (pass.counts_unmasked && !pass.is_backward) {
-    launches.count_unmasked();
-  }
-  launches.rows();
-  if (!pass.is_backward) {
-    launches.totals();
-  }
+void launch_again(const Launches& forward, const Slab& grad_output, const OnDevice& device) {
+  forward.again(grad_output, device);
 }
 
 } // namespace gradscale
