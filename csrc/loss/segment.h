@@ -247,7 +247,7 @@ struct PartialSums {
   HeadSums* heads;  // [blocks][num_heads]
 };
 
-constexpr int kTotalsThreads = 512; // of a block of loss_totals, at most
+constexpr int kTotalsThreads = 384; // of a block of loss_totals, at most
 
 // The argument of all kernels of the loss: a pass, whose lists are at these offsets in the table.
 struct DevicePass {
@@ -270,9 +270,6 @@ struct DevicePass {
   }
   GRADSCALE_HOST_DEVICE const Coefficients& coefficients_of(int64_t head) const {
     return table.at<Coefficients>(coefficients)[head];
-  }
-  GRADSCALE_HOST_DEVICE const Segment& segment(int64_t index) const {
-    return table.at<Segment>(segments)[index];
   }
 };
 

@@ -27,12 +27,13 @@ from gradscale_ext._native import _C
 Tensors = list[torch.Tensor]
 
 
-def policy_loss(batch: int, width: int, **options: str) -> Tensors:
-    predictions = [torch.randn(batch, width, requires_grad=True) for _ in range(2)]
-    targets = [torch.randn(batch, width + 1).softmax(1)[:, 1:] for _ in range(2)]  # rows that are aligned differently
+def policy_loss(batch: int, width: int, dtype: torch.dtype = torch.float32, **options: str) -> Tensors:
+    predictions = [torch.randn(batch, width, dtype=dtype, requires_grad=True) for _ in range(2)]
+    # Rows that are aligned differently.
+    targets = [torch.randn(batch, width + 1, dtype=dtype).softmax(1)[:, 1:] for _ in range(2)]
     heads = {"policy": gs.SoftCrossEntropy()}
     out = gs.multi_step_loss(heads, {"policy": predictions}, {"policy": targets}, **options)
-    out.loss.backward(torch.tensor(2.0))
+    out.loss.backward(torch.tensor(2.0, dtype=out.loss.dtype))
     return [out.loss, out.per_sample, *(step.grad for step in predictions)]
 
 
@@ -115,7 +116,8 @@ CALLS = {
     "every head, half types": lambda: every_head(82, torch.bfloat16),
     "every head, a block": lambda: every_head(1025, torch.float32),
     "every head, float64": lambda: every_head(601, torch.float64),
-    "rows of a block": lambda: policy_loss(3, 1301),
+    "rows of a block": lambda: policy_loss(3, 1301, torch.float64),
+    "wide rows": lambda: policy_loss(3, 1301) + policy_loss(2, 9000),
     "rows of a warp": lambda: policy_loss(40, 18),
     "rows of several blocks in one": few_blocks,
     "sums of several blocks": lambda: policy_loss(600, 2),

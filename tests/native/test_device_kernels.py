@@ -41,6 +41,20 @@ FAULTS = {
         "",
         IN_SHARED,
     ),
+    "missing barrier before the maximum of a wide row is read": (
+        "wide rows",
+        "loss/cuda/wide_rows.cuh",
+        "    put(kLargest, lane_maximum<32>(largest));\n    __syncthreads();\n",
+        "    put(kLargest, lane_maximum<32>(largest));\n",
+        IN_SHARED,
+    ),
+    "write past the end of a wide row": (
+        "wide rows",
+        "loss/cuda/wide_rows.cuh",
+        "kStep * c + unit * thread_ < width;",
+        "kStep * c + unit * thread_ < width + unit;",
+        IN_GLOBAL,
+    ),
     "block that is counted without a release": (
         "sums of several blocks",
         "cuda/device.h",
@@ -58,8 +72,8 @@ FAULTS = {
     "missing barrier before parts are added up": (
         "sums of several blocks",
         "loss/cuda/totals.cuh",
-        "        weights = weights_of(h, counts);\n      }\n      __syncthreads();\n",
-        "        weights = weights_of(h, counts);\n      }\n",
+        "importance_weights.at(sample_, 0) : 0;\n      __syncthreads();\n",
+        "importance_weights.at(sample_, 0) : 0;\n",
         IN_SHARED,
     ),
     "results of chunks that are published without a release": (

@@ -23,14 +23,14 @@ namespace {
 // arguments are written only here.
 //
 // To add faster code for some rows, write a type as block_of_rows.cuh describes, and add its name in name(), its
-// condition in specification_of() and its rows per block in add_to_span().
+// condition in specification_of() and its rows per block in rows_of_block().
 struct RowSpecification {
   Kind kind;
   Element logits;
   Element target;   // of a distribution over the logits; int64: a class; float64 where it is neither
   Element gradient; // int64: none is wanted, or its type is read when the kernel runs
   int32_t width;    // 0: code for all widths
-  int32_t lanes;    // the lanes of a warp that own a row (LossRows); 0: a group of threads owns it (GroupRows)
+  int32_t lanes;    // that own a row: of a warp (LossRows), or a block (WideRows); 0: a group of threads (GroupRows)
   int32_t unit;     // elements that a lane accesses at once
   int32_t options;  // bits of RowOptions
 
@@ -80,16 +80,14 @@ std::string RowSpecification::name() const {
   if (lanes == 0) {
     return instance("GroupRows", {kind_name, type_name(logits), std::to_string(options)});
   }
+  std::vector<std::string> types{
+      type_name(logits), type_name(target), gradient == Element::int64 ? "void" : type_name(gradient)};
+  const std::string of_width = std::to_string(width), of_unit = std::to_string(unit), bits = std::to_string(options);
+  if (lanes == kRowThreads) {
+    return instance("WideRows", {types[0], types[1], types[2], of_width, of_unit, bits});
+  }
   return instance(
-      "LossRows",
-      {kind_name,
-       type_name(logits),
-       type_name(target),
-       gradient == Element::int64 ? "void" : type_name(gradient),
-       std::to_string(width),
-       std::to_string(lanes),
-       std::to_string(unit),
-       std::to_string(options)});
+      "LossRows", {kind_name, types[0], types[1], types[2], of_width, std::to_string(lanes), of_unit, bits});
 }
 
 // Specifies the kernel for the rows of a segment.
@@ -131,45 +129,38 @@ const std::string& loss_rows_for(const std::vector<RowSpecification>& row_kinds,
 
 constexpr const char* kFile = "loss/cuda/totals.cuh";
 
-// The launch of loss_totals. It does not depend on the GPU, so that sums are the same on all GPUs.
-struct TotalsShape {
-  int32_t groups_shift = 0, parts_shift = 0; // as in DevicePass
-  int64_t blocks;
-  int threads;
-
-  explicit TotalsShape(const Pass& pass) {
-    constexpr int64_t most_warps = kTotalsThreads / 32;
-    constexpr int64_t enough_blocks = 128; // occupy most GPUs; the last block adds up the sums of all
-    const int64_t heads = std::min(pass.num_heads, most_warps);          // at once; for more heads it repeats
-    const int64_t groups = std::max<int64_t>(1, (pass.batch + 31) / 32); // a group without samples has sums of 0
-    const auto fits = [&](int32_t shift) { return heads << shift <= most_warps; };
-    while (fits(groups_shift + 1) && groups > enough_blocks << groups_shift) {
-      ++groups_shift;
-    }
-    while (fits(groups_shift + parts_shift + 1) && 1 << parts_shift < pass.steps) {
-      ++parts_shift;
-    }
-    blocks = (groups + (1 << groups_shift) - 1) >> groups_shift;
-    threads = static_cast<int>(32 * heads << (groups_shift + parts_shift));
+// Sets how the warps of a block of loss_totals share samples, heads and steps. It does not depend on the GPU, so that
+// sums are the same on all GPUs. Returns the number of warps of a block, and of groups of 32 samples.
+std::pair<int64_t, int64_t> share_totals(const Pass& pass, DevicePass& argument) {
+  constexpr int64_t most_warps = kTotalsThreads / 32;
+  constexpr int64_t enough_blocks = 128;                               // fill most GPUs
+  const int64_t groups = std::max<int64_t>(1, (pass.batch + 31) / 32); // a group without samples has sums of 0
+  int64_t warps = std::min(pass.num_heads, most_warps);                // for more heads, they repeat
+  for (; 2 * warps <= most_warps && groups > enough_blocks << argument.groups_shift; warps *= 2) {
+    ++argument.groups_shift;
   }
-};
+  for (; 2 * warps <= most_warps && 1 << argument.parts_shift < pass.steps; warps *= 2) {
+    ++argument.parts_shift;
+  }
+  return {warps, groups};
+}
 
 } // namespace
 
 // The launches of a pass, with their arguments.
 class Launches {
  public:
-  Launches(const Pass& pass, const OnDevice& device) : totals_(pass) {
+  Launches(const Pass& pass, const OnDevice& device) {
     argument_.pass = pass;
-    const int64_t blocks = totals_.blocks;
+    const auto [warps, groups] = share_totals(pass, argument_);
+    totals_threads_ = static_cast<int>(32 * warps);
+    totals_blocks_ = (groups + (1 << argument_.groups_shift) - 1) >> argument_.groups_shift;
     const auto bytes_of_block = static_cast<int64_t>(sizeof(LossSums) + pass.num_heads * sizeof(HeadSums));
     workspace_ =
-        device.memory(blocks * bytes_of_block + static_cast<int64_t>(sizeof(LossSums))); // the counter, aligned
+        device.memory(totals_blocks_ * bytes_of_block + static_cast<int64_t>(sizeof(LossSums))); // the counter, aligned
     argument_.partial.losses = static_cast<LossSums*>(workspace_.mutable_data_ptr());
-    argument_.partial.heads = reinterpret_cast<HeadSums*>(argument_.partial.losses + blocks);
-    argument_.blocks_done = reinterpret_cast<unsigned*>(argument_.partial.heads + blocks * pass.num_heads);
-    argument_.groups_shift = totals_.groups_shift;
-    argument_.parts_shift = totals_.parts_shift;
+    argument_.partial.heads = reinterpret_cast<HeadSums*>(argument_.partial.losses + totals_blocks_);
+    argument_.blocks_done = reinterpret_cast<unsigned*>(argument_.partial.heads + totals_blocks_ * pass.num_heads);
     argument_.rows_per_warp = balanced_rows_per_warp(pass.batch * pass.num_segments, multiprocessors());
     for (int64_t i = 0; i < pass.num_segments; ++i) {
       if (!pass.is_backward || pass.segments[i].gradient.data != nullptr) {
@@ -189,16 +180,14 @@ class Launches {
     rows_name_ = &loss_rows_for(row_kinds_, argument_.table.outside == nullptr);
   }
 
-  // Returns after the launches of a pass.
   void run(const OnDevice& device) {
-    const bool inside = argument_.table.outside == nullptr;
     if (argument_.pass.counts_unmasked && !argument_.pass.is_backward) {
       device.launch(kFile, "count_unmasked", argument_.pass.num_heads, kThreads, argument_);
     }
     rows(device, argument_);
     if (!argument_.pass.is_backward) {
-      const char* name = inside ? "loss_totals<true>" : "loss_totals<false>";
-      device.launch(kFile, name, totals_.blocks, totals_.threads, argument_);
+      const char* name = argument_.table.outside == nullptr ? "loss_totals<true>" : "loss_totals<false>";
+      device.launch(kFile, name, totals_blocks_, totals_threads_, argument_);
     }
     workspace_.reset();
   }
@@ -231,10 +220,7 @@ class Launches {
       row_kinds_.push_back(specification);
     }
     const auto head = static_cast<int32_t>(segment.head - argument_.pass.heads);
-    const int64_t rows_per_block =
-        specification.lanes == 0
-            ? kRowThreads / threads
-            : kRowThreads / 32 * rounded_rows_per_warp(argument_.rows_per_warp, specification.lanes);
+    const int64_t rows_per_block = rows_of_block(specification.lanes, threads);
     const int64_t blocks = (argument_.pass.batch + rows_per_block - 1) / rows_per_block;
     const bool follows = !spans_.empty() && last_segment_ == index - 1 && spans_.back().head == head &&
                          spans_.back().row_kind == row_kind;
@@ -252,6 +238,13 @@ class Launches {
     last_segment_ = index;
   }
 
+  int64_t rows_of_block(int32_t lanes, int32_t threads_per_row) const {
+    if (lanes == 0) {
+      return kRowThreads / threads_per_row;
+    }
+    return lanes == kRowThreads ? 1 : kRowThreads / 32 * rounded_rows_per_warp(argument_.rows_per_warp, lanes);
+  }
+
   // Adds the raw centres of a segment's head to the table, in the type of its sums. Returns their offset, or -1 if the
   // support is not raw.
   int64_t add_raw_centers(const Segment& segment) {
@@ -263,7 +256,8 @@ class Launches {
                                                           : table_.add(support.raw_centers_float, support.num_bins);
   }
 
-  const TotalsShape totals_;
+  int64_t totals_blocks_ = 0;
+  int totals_threads_ = 0;
   DevicePass argument_{};
   at::Tensor workspace_; // the partial sums and the counter of blocks
   TableBuilder table_;

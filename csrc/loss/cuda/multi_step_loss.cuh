@@ -8,12 +8,13 @@
 #include "group_rows.cuh"
 #include "lane_losses.cuh"
 #include "own_rows.cuh"
+#include "wide_rows.cuh"
 
 namespace gradscale {
 
 // ---- Rows of any kind -----------------------------------------------------------------------------------------------
 
-// Rows of any kind, type and width on a device, for which lane_rows.cuh has no kernel.
+// Rows of any kind, type and width on a device, for which neither lane_rows.cuh nor wide_rows.cuh has a kernel.
 //
 // A group of threads_for_row() threads owns a row, so that short rows share a warp and long ones take a block.
 

@@ -119,19 +119,13 @@ class BlockOfSamples {
       const int h = first + head_;
       const bool exists = h < num_heads_;
       parts_[threadIdx.x] = exists && active_ ? add_steps(h, counts) : HeadSums{};
-      Weights weights{};
-      if (leads_ && exists) {
-        weights = weights_of(h, counts);
-      }
+      // Loaded before the barrier, at the same time as the rows of other warps.
+      const double importance = leads_ && exists && counts ? coefficients_of(h).importance_weights.at(sample_, 0) : 0;
       __syncthreads();
-      if (leads_) {
-        const HeadSums sums = add_parts(weights, own);
-        parts_[threadIdx.x] = sums;
-        samples_[threadIdx.x] = own;
-        if (pass_.each_sample && exists && active_ && coefficients_of(h).share.data != nullptr) {
-          coefficients_of(h).share.store(sample_, sums.share);
-        }
+      if (leads_ && exists) {
+        add_parts(h, counts, importance, own);
       }
+      samples_[threadIdx.x] = own;
       __syncthreads();
       if (leads_ && exists && group_ == 0) {
         HeadSums sums = parts_[threadIdx.x];
@@ -147,17 +141,6 @@ class BlockOfSamples {
         __syncthreads(); // the parts have been read
       }
     }
-  }
-
-  // The weights of this lane's sample in a head.
-  struct Weights {
-    double importance, share_factor, head_weight, loss_weight;
-    bool counts;
-  };
-  GRADSCALE_DEVICE Weights weights_of(int h, bool counts) const {
-    const Coefficients& c = coefficients_of(h);
-    const double importance = counts ? c.importance_weights.at(sample_, 0) : 0;
-    return {importance, c.share_factor(), c.head_weight(), head(h).weight * c.head_weight(), counts};
   }
 
   // This thread's part of the steps of a head. `weighted_share` is the sum of the weighted losses.
@@ -183,20 +166,24 @@ class BlockOfSamples {
     return sums;
   }
 
-  // Adds up the parts of this lane's sample in a head, and adds the sample's loss to `own`.
-  GRADSCALE_DEVICE HeadSums add_parts(const Weights& weights, SampleLoss& own) const {
-    HeadSums sums{};
-    for (int p = num_parts_ - 1; p >= 0; --p) {
+  // Adds up the parts of this lane's sample in a head, in the place of the last part, and adds the sample's loss to
+  // `own`.
+  GRADSCALE_DEVICE void add_parts(int h, bool counts, double importance, SampleLoss& own) const {
+    const Coefficients& c = coefficients_of(h);
+    HeadSums& sums = parts_[threadIdx.x];
+    for (int p = num_parts_ - 1; p > 0; --p) {
       add(sums, parts_[threadIdx.x - 32 * p]);
     }
-    const double weighted = sums.weighted_share;
+    const double weighted = sums.weighted_share, head_weight = c.head_weight();
     // A sample without unmasked entries adds 0, also if a weight is not finite.
-    const bool adds = weights.counts && sums.unmasked != 0;
-    sums.share = adds ? weights.importance * (weights.share_factor * weighted) : 0;
-    sums.weighted_share = adds ? weights.head_weight * sums.share : 0;
-    own.loss += sums.unmasked != 0 ? weights.loss_weight * weighted : 0;
+    const bool has_entries = sums.unmasked != 0, adds = counts && has_entries;
+    sums.share = adds ? importance * (c.share_factor() * weighted) : 0;
+    sums.weighted_share = adds ? head_weight * sums.share : 0;
+    own.loss += has_entries ? head(h).weight * head_weight * weighted : 0;
     own.reduced += sums.weighted_share;
-    return sums;
+    if (pass_.each_sample && active_ && c.share.data != nullptr) {
+      c.share.store(sample_, sums.share);
+    }
   }
 
   // Stores the loss of this lane's sample, and what the samples of the group add to the sums of the block.
