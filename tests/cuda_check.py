@@ -27,13 +27,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "budget")]
 
-from cases import CASES, Case  # noqa: E402
+from cases import CASES, MULTIPROCESSORS, Case  # noqa: E402
 from gpus import GPUS, floors, pipes_of, resident_warps  # noqa: E402
 
 from gradscale_ext import _kernels  # noqa: E402
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120")
-MULTIPROCESSORS = 4  # filled by the batches of cases.py
 USUAL_BATCH = 256
 Record = dict[str, Any]
 
@@ -63,7 +62,8 @@ def agreement(launch: Record) -> dict[str, float]:
 def summary(case: Case, record: Record) -> Record:
     """The figures of a case, for the launch with the most instructions; other launches are listed."""
     units = record["units"]
-    launches = sorted(record["launches"], key=lambda launch: -launch["warp_instructions"])
+    counted = lambda launch: (case.chain or "") in launch["name"]
+    launches = sorted(record["launches"], key=lambda launch: (not counted(launch), -launch["warp_instructions"]))
     launch, others = launches[0], launches[1:]
     opcodes = Counter({opcode: count / units for opcode, count in launch["sass"].items()})
     warps = resident_warps(launch["registers"], launch["shared"], launch["block"])
@@ -78,6 +78,7 @@ def summary(case: Case, record: Record) -> Record:
         "ptx": launch["warp_instructions"] / units,
         "sass": sum(opcodes.values()),
         "budget": case.budget,
+        "measured": case.measured,
         "agreement": agreement(launch),
         "pipes": dict(pipes_of(opcodes)),
         "opcodes": dict(opcodes.most_common(16)),
@@ -115,6 +116,8 @@ def complaints(case: Case, figures: Record) -> list[str]:
     found = []
     if figures["sass"] > case.budget:
         found.append(f"{figures['sass']:.4g} instructions per {case.unit} exceed the budget of {case.budget}")
+    if case.chain is not None:
+        return [f"{case.name}: {text}" for text in found]
     if part > case.issue:
         found.append(f"issuing takes {part:.2f} of the memory time on an H200, which exceeds {case.issue}")
     if figures["bytes_in_flight"] < case.in_flight:
@@ -155,6 +158,8 @@ def show(name: str, figures: Record) -> None:
     for gpu, times in figures["ms_for_1_GB"].items():
         most = max(times, key=times.__getitem__)
         print(f"    {gpu:8s} ms for 1 GB: " + "  ".join(f"{k} {v:.2f}" for k, v in times.items()) + f"  -> {most}")
+    if figures["measured"]:
+        print(f"    measured before: {figures['measured']}")
     for other in figures["other_launches"]:
         print(f"    also launched: {other['kernel']}: {other['sass']:.3g} instructions per {unit}")
 

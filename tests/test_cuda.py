@@ -250,6 +250,46 @@ def test_widths(width, dtype, device):
     check(heads, *inputs_of(heads, width, batch=5), device, dtype)
 
 
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [
+        (449, torch.float32),
+        (1858, torch.bfloat16),
+        (4672, torch.float32),
+        (4672, torch.bfloat16),
+        (9001, torch.float16),
+        (20000, torch.float32),
+        (20481, torch.float32),
+    ],
+)
+def test_wide_policies(width, dtype, device):
+    """Most actions are illegal in one row, and one entry is masked."""
+    heads = {name: heads_of(33)[name] for name in ("policy", "bonus", "classes")}
+    predictions, targets = inputs_of(heads, width, batch=3)
+    with_entropy = gs.SoftCrossEntropy(entropy_weight=0.3, subtract_target_entropy=True)
+    smooth = gs.SoftCrossEntropy(label_smoothing=0.1)
+    for name, like, head in (
+        ("entropy", "policy", with_entropy),
+        ("entropy of classes", "classes", with_entropy),
+        ("smooth classes", "classes", smooth),
+    ):
+        heads[name] = head
+        predictions[name] = [step.detach().clone().requires_grad_() for step in predictions[like]]
+        targets[name] = [step.clone() for step in targets[like]]
+    illegal = torch.rand(width, generator=torch.Generator().manual_seed(1)) < 0.9
+    for name in ("policy", "entropy"):
+        with torch.no_grad():
+            predictions[name][0][1, illegal] = -math.inf
+        targets[name][0][1, illegal] = 0
+    mask = {"policy": torch.tensor([[True], [True], [False]])}
+    target_dtype = None if width % 2 else dtype
+    for grad_output in (1.0, -0.5):
+        out, _ = check(
+            heads, predictions, targets, device, dtype, mask=mask, grad_output=grad_output, target_dtype=target_dtype
+        )
+    assert out.per_step["policy"].isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch", [0, 1, 2, 33, 300, 513])
 def test_batches(batch, dtype, device):

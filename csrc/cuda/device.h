@@ -47,6 +47,17 @@ GRADSCALE_DEVICE void count_one(SharedAddress counter) {
   asm volatile("red.shared.add.u32 [%0], 1;" : : "r"(counter) : "memory");
 }
 
+// Adds 1 to a counter in device memory, and returns its previous value. The thread, and after a barrier its block, then
+// sees everything that other blocks stored before a barrier that preceded their calls.
+GRADSCALE_DEVICE unsigned count_in_order(unsigned* counter) {
+  unsigned before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
+               : "=r"(before)
+               : "l"(__cvta_generic_to_global(counter))
+               : "memory");
+  return before;
+}
+
 // Written in PTX, because from C++ the compiler makes a store for each element.
 template <class Vector>
 GRADSCALE_DEVICE void store16(void* to, Vector vector) {

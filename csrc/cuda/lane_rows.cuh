@@ -40,10 +40,10 @@ struct RowsOfWarp {
   int lane;
   int row; // whose numbers this lane holds; may be `count` or more
 
-  GRADSCALE_DEVICE RowsOfWarp(int64_t block, int32_t rows_per_warp, int64_t rows, int lanes_per_row)
-      : first((block * (kRowThreads / 32) + static_cast<int>(threadIdx.x) / 32) * rows_per_warp),
+  GRADSCALE_DEVICE RowsOfWarp(int thread, int64_t block, int32_t rows_per_warp, int64_t rows, int lanes_per_row)
+      : first((block * (kRowThreads / 32) + thread / 32) * rows_per_warp),
         count(uniform(static_cast<int32_t>(rows - first < rows_per_warp ? rows - first : rows_per_warp))),
-        lane(static_cast<int>(threadIdx.x) % 32),
+        lane(thread % 32),
         row(lane % lanes_per_row * (32 / lanes_per_row) + lane / lanes_per_row) {
   }
   // The lane that holds the numbers of a row of the warp.

@@ -1,6 +1,7 @@
 #include "row_shape.h"
 
 #include <algorithm>
+#include <iterator>
 
 namespace gradscale {
 
@@ -59,6 +60,23 @@ Lanes lanes_of(
   return {0, 0};
 }
 
+// The lanes for rows that are too wide for a warp: all of a block, if its registers are enough.
+Lanes block_lanes(int64_t width, const Rows& logits, const Rows& gradient, const Rows& target) {
+  const auto bytes_of = [](const Rows& rows) { return rows.data == nullptr ? 0 : element_size(rows.element); };
+  const int64_t largest = std::max<int64_t>({bytes_of(logits), bytes_of(gradient), bytes_of(target)});
+  const auto fits = [&](int64_t unit) {
+    return width % unit == 0 && unit * largest <= 16 && is_aligned(logits, unit) && is_aligned(gradient, unit) &&
+           is_aligned(target, unit);
+  };
+  int32_t unit = 1;
+  while (fits(2 * unit)) {
+    unit *= 2;
+  }
+  const int64_t units = (width + unit * kRowThreads - 1) / (unit * kRowThreads);
+  const bool has_registers = logits.element != Element::float64 && units * unit <= kMostWideLogits;
+  return has_registers && fits(1) ? Lanes{kRowThreads, unit} : Lanes{0, 0};
+}
+
 } // namespace
 
 Lanes bin_lanes(int64_t width, const Rows& logits, const Rows& gradient) {
@@ -66,7 +84,10 @@ Lanes bin_lanes(int64_t width, const Rows& logits, const Rows& gradient) {
 }
 
 Lanes action_lanes(int64_t width, const Rows& logits, const Rows& gradient, const Rows& target) {
-  return lanes_of(kLanesOfActions, width, logits, gradient, target);
+  const Lanes lanes = lanes_of(kLanesOfActions, width, logits, gradient, target);
+  return lanes.per_row != 0 || width <= std::end(kLanesOfActions)[-1].widest
+             ? lanes
+             : block_lanes(width, logits, gradient, target);
 }
 
 } // namespace gradscale

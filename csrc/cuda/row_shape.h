@@ -68,16 +68,19 @@ GRADSCALE_HOST_DEVICE int32_t rounded_rows_per_warp(int32_t rows_per_warp, int32
   return (rows_per_warp + rows_at_a_time - 1) / rows_at_a_time * rows_at_a_time;
 }
 
-// ---- Rows that lane_rows.cuh computes -------------------------------------------------------------------------------
+// ---- Rows that lanes or a block own --------------------------------------------------------------------------------
 
 struct Lanes {
-  int32_t per_row; // 0: a group of threads owns the row (rows.cuh)
+  int32_t per_row; // 0: a group of threads owns the row (rows.cuh); kRowThreads: a block (WideRows)
   int32_t unit;    // elements that a lane accesses at once
 };
 
 // The lanes for rows of logits over bins or actions. Gradients and targets have the shape of the logits, or no data.
 Lanes bin_lanes(int64_t width, const Rows& logits, const Rows& gradient);
 Lanes action_lanes(int64_t width, const Rows& logits, const Rows& gradient, const Rows& target);
+
+// A thread of a block that owns a row keeps at most this number of logits, and of 32-bit words of logits and targets.
+constexpr int kMostWideLogits = 160, kMostWideWords = 128;
 
 // True if rows begin at multiples of `count` elements, or have no data.
 bool is_aligned(const Rows& rows, int64_t count);

@@ -217,14 +217,14 @@ Pass Call::begin_pass() {
   return pass;
 }
 
-void Call::end_pass() {
+void Call::end_pass(std::shared_ptr<const Launches> used) {
+  launches = copies_.empty() ? std::move(used) : nullptr;
   coefficients_.clear();
   segments_.clear();
   copies_.clear();
   metrics.reset();
 }
 
-// The Slab of a tensor that has the type of the losses; without data if the tensor is undefined.
 Slab Call::slab(const at::Tensor& tensor, int64_t stride) const {
   return tensor.defined() ? Slab{tensor.mutable_data_ptr(), stride, is_double} : Slab{};
 }
@@ -250,6 +250,7 @@ void Call::add_coefficients(size_t h, Slab incoming) {
   coefficients.head_weight_tensor = weight_of(head_weights[h].tensor, -1, -1).values;
   coefficients.share = slab(outputs.shares[h], 1);
   coefficients.grad_output = incoming;
+  coefficients.first_segment = static_cast<int64_t>(segments_.size());
   coefficients_.push_back(coefficients);
 }
 

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <array>
 #include <deque>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -201,6 +202,8 @@ inline int64_t steps_of(const Entries& entries, bool batch_first) {
   return tensor.dim() < 2 ? 0 : tensor.size(batch_first ? 1 : 0);
 }
 
+class Launches; // on a device, of a pass
+
 struct Call : Options {
   std::vector<Entries> predictions; // by head
   std::vector<Entries> targets;
@@ -222,6 +225,7 @@ struct Call : Options {
   at::Tensor skipped; // on a device, if samples are skipped: a copy of per_sample, because users may overwrite it
   at::Tensor counts;  // on a device: float64 [heads], the numbers of unmasked entries, if they divide sums of heads
   at::Tensor metrics; // float64 [segments, B, 2], the RowMetrics of all rows
+  std::shared_ptr<const Launches> launches; // on a device, for run_again(); null if they read copies of tensors
 
   // Finds batch and steps, and returns true if the kernels accept all tensors for these heads.
   bool settle(const Heads& given);
@@ -253,13 +257,17 @@ struct Call : Options {
   // Allocates contiguous gradients with the shapes of the predictions.
   void make_gradients();
 
-  // Describes a pass over the rows that writes the allocated outputs and gradients; valid until end_pass().
+  // Describes a pass over the rows that writes the allocated outputs and gradients; valid until end_pass(), which gets
+  // the launches that computed it.
   Pass begin_pass();
-  void end_pass();
+  void end_pass(std::shared_ptr<const Launches> used);
 
   // The rows of a step. Step 0 is the first step of the head.
   Rows rows_of(const Entries& entries, int64_t step) const;
   StepMask step_mask(size_t head) const;
+
+  // The Slab of a tensor that has the type of the losses; without data if the tensor is undefined.
+  Slab slab(const at::Tensor& tensor, int64_t stride) const;
 
  private:
   at::Tensor make_entries(size_t head) const;
@@ -269,7 +277,6 @@ struct Call : Options {
   void add_segments(size_t head);
   const Entries& with_contiguous_elements(const Entries& entries);
   Rows view_rows(const at::Tensor& tensor, bool stacked, int64_t step) const;
-  Slab slab(const at::Tensor& tensor, int64_t stride) const;
   Slab column(const at::Tensor& tensor, int64_t step) const;
 
   std::vector<Coefficients> coefficients_; // by head
@@ -278,9 +285,22 @@ struct Call : Options {
 };
 
 // Without a grad_output: computes the outputs and the wanted gradients, for a grad_output of 1. With one: computes the
-// gradients times grad_output; a device computes nothing else, and does not synchronize. If the call already has
-// gradients, a device keeps them where grad_output is 1, and overwrites them otherwise.
+// gradients times grad_output; a device computes nothing else, and does not synchronize.
 void run(Call& call);
+
+// The same for a call that has run without a grad_output, and whose gradients are still in their memory. Keeps them
+// where grad_output is 1, and overwrites them otherwise. Needs `launches`.
+void run_again(const Call& call, const at::Tensor& grad_output);
+
+// ---- On a device ----------------------------------------------------------------------------------------------------
+
+class OnDevice;
+
+// Computes losses, except in a backward pass, and gradients where segments have memory for them.
+std::shared_ptr<const Launches> launch_loss(const Pass& pass, const OnDevice& device);
+
+// Launches the rows of a forward pass again, for a grad_output.
+void launch_again(const Launches& forward, const Slab& grad_output, const OnDevice& device);
 
 template <class Visit>
 void Call::each_prediction(Visit visit) const {

@@ -218,13 +218,19 @@ void run(Call& call) {
   }
   Pass pass = call.begin_pass();
   pass.has_gradients = has_gradients;
+  std::shared_ptr<const Launches> launches;
   if (call.on_device) {
-    launch_loss(pass, OnDevice(call.sum_options.device()));
+    launches = launch_loss(pass, OnDevice(call.sum_options.device()));
   } else {
     run_rows(pass);
     call.is_double ? reduce<double>(pass) : reduce<float>(pass);
   }
-  call.end_pass();
+  call.end_pass(std::move(launches));
+}
+
+void run_again(const Call& call, const at::Tensor& grad_output) {
+  const Slab incoming = call.slab(grad_output, grad_output.dim() == 0 ? 0 : grad_output.stride(0));
+  launch_again(*call.launches, incoming, OnDevice(call.sum_options.device()));
 }
 
 } // namespace gradscale

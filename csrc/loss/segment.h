@@ -75,13 +75,13 @@ struct Head {
 };
 
 // Results of a row that are reduced to outputs of its head.
-struct RowMetrics {
-  double gradient_square; // the sum of the squares of its gradient before rounding
-  double largest_logit;   // the largest magnitude of its finite logits
+struct alignas(16) RowMetrics { // one access
+  double gradient_square;       // the sum of the squares of its gradient before rounding
+  double largest_logit;         // the largest magnitude of its finite logits
 };
 
 // Sums over the samples of a head.
-struct HeadSums {
+struct alignas(16) HeadSums {
   double losses;         // of unmasked entries
   double unmasked;       // the number of unmasked entries
   double share;          // of the loss, without the head weight
@@ -150,7 +150,8 @@ struct Coefficients {
   double head_weight_number = 1; // from the call's head_weights
   Rows head_weight_tensor;       // the same, if it is a tensor
   Slab share; // the head's share of the loss without its head weight, a scalar or one per sample; no data: not wanted
-  Slab grad_output; // a scalar (stride 0) or one per sample; no data: 1
+  Slab grad_output;          // on a CPU: a scalar (stride 0) or one per sample; no data: 1
+  int64_t first_segment = 0; // of the head
 
   GRADSCALE_HOST_DEVICE double share_factor() const {
     return entries == nullptr ? factor : factor / divisor_for(*entries);
@@ -165,7 +166,7 @@ struct Coefficients {
     return s.step_gradient_scale * step_gradient_scale.at(row, s.step);
   }
   // The product of all weights. A gradient scale of 0 gives 0, also where another weight is not finite.
-  GRADSCALE_HOST_DEVICE RowFactor row_factor(const Segment& s, int64_t row) const {
+  GRADSCALE_HOST_DEVICE RowFactor row_factor(const Segment& s, int64_t row, const Slab& grad_output) const {
     const double scale = gradient_scale(s, row);
     const double head_factor = share_factor() * head_weight();
     const double incoming = grad_output.data == nullptr ? 1 : grad_output.load(row);
@@ -197,7 +198,7 @@ struct Pass {
   bool counts_unmasked; // of some head
   Slab skipped;         // with skips_nonfinite: a copy of per_sample for the backward pass
   bool is_backward;     // computes only the gradients, for grad_output
-  Slab grad_output;     // as in Coefficients
+  Slab grad_output;     // as in Coefficients on a CPU
   bool has_gradients;   // in a backward pass: those for grad_output 1 exist, and are kept if grad_output is a scalar 1
 
   GRADSCALE_HOST_DEVICE int64_t steps_of(const Head& head) const {
@@ -246,6 +247,8 @@ struct PartialSums {
   HeadSums* heads;  // [blocks][num_heads]
 };
 
+constexpr int kTotalsThreads = 384; // of a block of loss_totals, at most
+
 // The argument of all kernels of the loss: a pass, whose lists are at these offsets in the table.
 struct DevicePass {
   Pass pass;
@@ -255,7 +258,10 @@ struct DevicePass {
   int64_t segments;
   int64_t spans;
   int64_t num_spans;
+  int64_t num_blocks;    // of loss_rows; with fewer, a block computes the rows of several
   int32_t rows_per_warp; // LossRows rounds it up, with rounded_rows_per_warp()
+  int32_t groups_shift;  // in loss_totals, log2 of the groups of 32 samples of a block,
+  int32_t parts_shift;   // and log2 of the warps that share the steps of a head of a group
   PartialSums partial;   // of loss_totals
   unsigned* blocks_done; // a counter for loss_totals, which loss_rows sets to 0
 
@@ -265,14 +271,6 @@ struct DevicePass {
   GRADSCALE_HOST_DEVICE const Coefficients& coefficients_of(int64_t head) const {
     return table.at<Coefficients>(coefficients)[head];
   }
-  GRADSCALE_HOST_DEVICE const Segment& segment(int64_t index) const {
-    return table.at<Segment>(segments)[index];
-  }
 };
-
-class OnDevice;
-
-// Computes losses, except in a backward pass, and gradients where segments have memory for them.
-void launch_loss(const Pass& pass, const OnDevice& device);
 
 } // namespace gradscale

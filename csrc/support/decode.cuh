@@ -97,7 +97,8 @@ struct LanesOfDecoding {
 
   GRADSCALE_DEVICE static void run(const LaneDecoding& arguments, char* shared) {
     const Decoding& decoding = arguments.decoding;
-    const RowsOfWarp warp(blockIdx.x, arguments.rows_per_warp, decoding.count, lanes_per_row);
+    const RowsOfWarp warp(
+        static_cast<int>(threadIdx.x), blockIdx.x, arguments.rows_per_warp, decoding.count, lanes_per_row);
     if (warp.count > 0) {
       Walk walk(
           warp,

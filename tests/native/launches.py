@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
+import os
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -25,13 +27,29 @@ from gradscale_ext._native import _C
 Tensors = list[torch.Tensor]
 
 
-def policy_loss(batch: int, width: int, **options: str) -> Tensors:
-    predictions = [torch.randn(batch, width, requires_grad=True) for _ in range(2)]
-    targets = [torch.randn(batch, width + 1).softmax(1)[:, 1:] for _ in range(2)]  # rows that are aligned differently
+def policy_loss(batch: int, width: int, dtype: torch.dtype = torch.float32, **options: str) -> Tensors:
+    predictions = [torch.randn(batch, width, dtype=dtype, requires_grad=True) for _ in range(2)]
+    # Rows that are aligned differently.
+    targets = [torch.randn(batch, width + 1, dtype=dtype).softmax(1)[:, 1:] for _ in range(2)]
     heads = {"policy": gs.SoftCrossEntropy()}
     out = gs.multi_step_loss(heads, {"policy": predictions}, {"policy": targets}, **options)
-    out.loss.backward(torch.tensor(2.0))
+    out.loss.backward(torch.tensor(2.0, dtype=out.loss.dtype))
     return [out.loss, out.per_sample, *(step.grad for step in predictions)]
+
+
+def few_blocks() -> Tensors:
+    """A backward pass in which a block of the GPU's only multiprocessor computes rows of two kinds."""
+    os.environ["PTX_MULTIPROCESSORS"] = "1"
+    predictions = {"value": torch.randn(700, 21).requires_grad_(), "policy": torch.randn(700, 18).requires_grad_()}
+    heads = {"value": gs.TwoHot(gs.Support(-10, 10, 21)), "policy": gs.SoftCrossEntropy()}
+    targets = {"value": [torch.randn(700)], "policy": [torch.rand(700, 18).softmax(1)]}
+    with tempfile.NamedTemporaryFile("r") as report:
+        os.environ["PTX_REPORT"] = report.name
+        out = gs.multi_step_loss(heads, {name: [logits] for name, logits in predictions.items()}, targets)
+        gradients = torch.autograd.grad(out.loss, list(predictions.values()), torch.tensor(2.0))
+        del os.environ["PTX_REPORT"]
+        assert [json.loads(line)["grid"] for line in report] == [12, 22, 8]  # rows, totals, rows again
+    return list(gradients)
 
 
 def every_head(width: int, dtype: torch.dtype) -> Tensors:
@@ -98,8 +116,10 @@ CALLS = {
     "every head, half types": lambda: every_head(82, torch.bfloat16),
     "every head, a block": lambda: every_head(1025, torch.float32),
     "every head, float64": lambda: every_head(601, torch.float64),
-    "rows of a block": lambda: policy_loss(3, 1301),
+    "rows of a block": lambda: policy_loss(3, 1301, torch.float64),
+    "wide rows": lambda: policy_loss(3, 1301) + policy_loss(2, 9000),
     "rows of a warp": lambda: policy_loss(40, 18),
+    "rows of several blocks in one": few_blocks,
     "sums of several blocks": lambda: policy_loss(600, 2),
     "skipped samples": skipped_samples,
     "rows decoded by lanes": lambda: decoded(21) + decoded(101) + decoded(601),

@@ -41,19 +41,40 @@ FAULTS = {
         "",
         IN_SHARED,
     ),
-    "missing fence before a block is counted": (
-        "sums of several blocks",
-        "loss/cuda/totals.cuh",
-        "    __threadfence(); // other blocks see the sums before the block is counted\n",
-        "",
+    "missing barrier before the maximum of a wide row is read": (
+        "wide rows",
+        "loss/cuda/wide_rows.cuh",
+        "    put(kLargest, lane_maximum<32>(largest));\n    __syncthreads();\n",
+        "    put(kLargest, lane_maximum<32>(largest));\n",
+        IN_SHARED,
+    ),
+    "write past the end of a wide row": (
+        "wide rows",
+        "loss/cuda/wide_rows.cuh",
+        "kStep * c + unit * thread_ < width;",
+        "kStep * c + unit * thread_ < width + unit;",
         IN_GLOBAL,
     ),
-    "missing fence before sums are read": (
+    "block that is counted without a release": (
+        "sums of several blocks",
+        "cuda/device.h",
+        "atom.acq_rel.gpu",
+        "atom.acquire.gpu",
+        IN_GLOBAL,
+    ),
+    "missing barrier before a block is counted": (
         "sums of several blocks",
         "loss/cuda/totals.cuh",
-        "    __threadfence();\n    store_totals",
-        "    store_totals",
-        IN_GLOBAL,
+        "      store_samples();\n    }\n    __syncthreads();\n",
+        "      store_samples();\n    }\n",
+        "data race in",
+    ),
+    "missing barrier before parts are added up": (
+        "sums of several blocks",
+        "loss/cuda/totals.cuh",
+        "importance_weights.at(sample_, 0) : 0;\n      __syncthreads();\n",
+        "importance_weights.at(sample_, 0) : 0;\n",
+        IN_SHARED,
     ),
     "results of chunks that are published without a release": (
         "chunks of rows",
@@ -61,6 +82,13 @@ FAULTS = {
         "  store_released(&to->launch, launch);",
         "  to->launch = launch;",
         IN_GLOBAL,
+    ),
+    "missing barrier between the rows of two blocks": (
+        "rows of several blocks in one",
+        "loss/cuda/multi_step_loss.cuh",
+        "    __syncthreads(); // all warps have read what is in shared memory\n",
+        "",
+        IN_SHARED,
     ),
     "missing barrier of a warp": (
         "rows of a warp",
@@ -93,9 +121,9 @@ FAULTS = {
     "shared memory too small": (
         "sums of several blocks",
         "loss/cuda/totals.cuh",
-        "  GRADSCALE_SHARED(double, shared, kWarps);\n  GRADSCALE_SHARED(unsigned, last, 1);",
-        "  GRADSCALE_SHARED(double, shared, kWarps - 1);\n  GRADSCALE_SHARED(unsigned, last, 1);",
-        "out of bounds: byte 56 of a shared array of 56 bytes",
+        "  GRADSCALE_SHARED(HeadSums, parts, kTotalsThreads);",
+        "  GRADSCALE_SHARED(HeadSums, parts, 32);",
+        r"out of bounds: byte -?\d+ of a shared array of \d+ bytes",
     ),
     "divergent barrier": (
         "rows of a block",

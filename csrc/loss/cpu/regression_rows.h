@@ -70,7 +70,7 @@ void scalar_rows(const Segment& s, const Coefficients& coefficients, int64_t beg
       gradient[i] = head.gradient(x[i], target[i]);
     }
     for (int64_t i = 0; i < count; ++i) {
-      const RowFactor factor = coefficients.row_factor(s, first + i);
+      const RowFactor factor = coefficients.row_factor(s, first + i, coefficients.grad_output);
       loss[i] = factor.counts ? loss[i] : A(0);
       gradient[i] = factor.counts ? gradient[i] * head.factor(factor.coefficient) : A(0);
       s.metrics[first + i] = {s.gradient.data == nullptr ? 0 : squared(gradient[i]), 0};

@@ -60,7 +60,7 @@ inline int64_t lanes_of(const Group& group) {
 inline Group group_of(const Segment& s, const Coefficients& coefficients, int64_t first, int64_t end) {
   Group group{first, end - first < kLanes ? end - first : kLanes, {}, {}};
   for (int64_t i = 0; i < group.count; ++i) {
-    const RowFactor factor = coefficients.row_factor(s, first + i);
+    const RowFactor factor = coefficients.row_factor(s, first + i, coefficients.grad_output);
     group.unmasked[i] = factor.counts;
     group.coefficients[i] = factor.counts ? factor.coefficient : 0.0;
   }

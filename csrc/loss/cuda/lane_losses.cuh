@@ -368,14 +368,14 @@ struct LossRows {
   GRADSCALE_DEVICE static void run(const BlockOfRows& block) {
     const Segment& segment = block.segment;
     const int32_t rows_per_warp = rounded_rows_per_warp(block.rows_per_warp, lanes_per_row);
-    const RowsOfWarp warp(block.index, rows_per_warp, block.pass.batch, lanes_per_row);
+    const RowsOfWarp warp(block.thread, block.index, rows_per_warp, block.pass.batch, lanes_per_row);
     if (warp.count > 0) {
       WarpRows rows(
           warp,
           warp.at(static_cast<const T*>(segment.prediction.data), segment.prediction.stride),
           warp.at(static_cast<const typename Shape::Probability*>(segment.target.data), segment.target.stride),
           warp.at(static_cast<typename Shape::Gradient*>(segment.gradient.data), segment.gradient.stride),
-          block.shared + static_cast<int>(threadIdx.x) / 32 * WarpRows::kBytes);
+          block.shared + block.thread / 32 * WarpRows::kBytes);
       Formula formula(block, warp);
       rows.run(formula);
     }

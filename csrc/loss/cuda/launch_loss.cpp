@@ -23,14 +23,14 @@ namespace {
 // arguments are written only here.
 //
 // To add faster code for some rows, write a type as block_of_rows.cuh describes, and add its name in name(), its
-// condition in specification_of() and its rows per block in add_to_span().
+// condition in specification_of() and its rows per block in rows_of_block().
 struct RowSpecification {
   Kind kind;
   Element logits;
   Element target;   // of a distribution over the logits; int64: a class; float64 where it is neither
   Element gradient; // int64: none is wanted, or its type is read when the kernel runs
   int32_t width;    // 0: code for all widths
-  int32_t lanes;    // the lanes of a warp that own a row (LossRows); 0: a group of threads owns it (GroupRows)
+  int32_t lanes;    // that own a row: of a warp (LossRows), or a block (WideRows); 0: a group of threads (GroupRows)
   int32_t unit;     // elements that a lane accesses at once
   int32_t options;  // bits of RowOptions
 
@@ -80,16 +80,14 @@ std::string RowSpecification::name() const {
   if (lanes == 0) {
     return instance("GroupRows", {kind_name, type_name(logits), std::to_string(options)});
   }
+  std::vector<std::string> types{
+      type_name(logits), type_name(target), gradient == Element::int64 ? "void" : type_name(gradient)};
+  const std::string of_width = std::to_string(width), of_unit = std::to_string(unit), bits = std::to_string(options);
+  if (lanes == kRowThreads) {
+    return instance("WideRows", {types[0], types[1], types[2], of_width, of_unit, bits});
+  }
   return instance(
-      "LossRows",
-      {kind_name,
-       type_name(logits),
-       type_name(target),
-       gradient == Element::int64 ? "void" : type_name(gradient),
-       std::to_string(width),
-       std::to_string(lanes),
-       std::to_string(unit),
-       std::to_string(options)});
+      "LossRows", {kind_name, types[0], types[1], types[2], of_width, std::to_string(lanes), of_unit, bits});
 }
 
 // Specifies the kernel for the rows of a segment.
@@ -131,55 +129,86 @@ const std::string& loss_rows_for(const std::vector<RowSpecification>& row_kinds,
 
 constexpr const char* kFile = "loss/cuda/totals.cuh";
 
-// An empty batch has a block too, whose sums are 0.
-int64_t total_blocks(const Pass& pass) {
-  return pass.batch <= kThreads ? 1 : (pass.batch + kThreads - 1) / kThreads;
+// Sets how the warps of a block of loss_totals share samples, heads and steps. It does not depend on the GPU, so that
+// sums are the same on all GPUs. Returns the number of warps of a block, and of groups of 32 samples.
+std::pair<int64_t, int64_t> share_totals(const Pass& pass, DevicePass& argument) {
+  constexpr int64_t most_warps = kTotalsThreads / 32;
+  constexpr int64_t enough_blocks = 128;                               // fill most GPUs
+  const int64_t groups = std::max<int64_t>(1, (pass.batch + 31) / 32); // a group without samples has sums of 0
+  int64_t warps = std::min(pass.num_heads, most_warps);                // for more heads, they repeat
+  for (; 2 * warps <= most_warps && groups > enough_blocks << argument.groups_shift; warps *= 2) {
+    ++argument.groups_shift;
+  }
+  for (; 2 * warps <= most_warps && 1 << argument.parts_shift < pass.steps; warps *= 2) {
+    ++argument.parts_shift;
+  }
+  return {warps, groups};
 }
 
-// The launches of a pass.
+} // namespace
+
+// The launches of a pass, with their arguments.
 class Launches {
  public:
-  Launches(const Pass& pass, const OnDevice& device) : pass_(pass), device_(device) {
+  Launches(const Pass& pass, const OnDevice& device) {
     argument_.pass = pass;
-    const int64_t blocks = total_blocks(pass);
+    const auto [warps, groups] = share_totals(pass, argument_);
+    totals_threads_ = static_cast<int>(32 * warps);
+    totals_blocks_ = (groups + (1 << argument_.groups_shift) - 1) >> argument_.groups_shift;
     const auto bytes_of_block = static_cast<int64_t>(sizeof(LossSums) + pass.num_heads * sizeof(HeadSums));
-    memory_ = device.memory(blocks * bytes_of_block + static_cast<int64_t>(sizeof(double))); // the counter, aligned
-    argument_.partial.losses = static_cast<LossSums*>(memory_.mutable_data_ptr());
-    argument_.partial.heads = reinterpret_cast<HeadSums*>(argument_.partial.losses + blocks);
-    argument_.blocks_done = reinterpret_cast<unsigned*>(argument_.partial.heads + blocks * pass.num_heads);
+    workspace_ =
+        device.memory(totals_blocks_ * bytes_of_block + static_cast<int64_t>(sizeof(LossSums))); // the counter, aligned
+    argument_.partial.losses = static_cast<LossSums*>(workspace_.mutable_data_ptr());
+    argument_.partial.heads = reinterpret_cast<HeadSums*>(argument_.partial.losses + totals_blocks_);
+    argument_.blocks_done = reinterpret_cast<unsigned*>(argument_.partial.heads + totals_blocks_ * pass.num_heads);
     argument_.rows_per_warp = balanced_rows_per_warp(pass.batch * pass.num_segments, multiprocessors());
     for (int64_t i = 0; i < pass.num_segments; ++i) {
       if (!pass.is_backward || pass.segments[i].gradient.data != nullptr) {
         add_to_span(i);
       }
     }
-    if (blocks_ > INT32_MAX) {
+    if (blocks_ > INT32_MAX / 2) { // so that the index of a block plus their number does not overflow
       throw std::runtime_error("multi_step_loss: the batch is too large for one launch; split it");
     }
+    argument_.num_blocks = blocks_;
     argument_.heads = table_.add(pass.heads, pass.num_heads);
     argument_.coefficients = table_.add(pass.coefficients, pass.num_heads);
     argument_.segments = table_.add(pass.segments, pass.num_segments);
     argument_.num_spans = static_cast<int64_t>(spans_.size());
     argument_.spans = table_.add(spans_.data(), argument_.num_spans);
     argument_.table = table_.build(device);
+    rows_name_ = &loss_rows_for(row_kinds_, argument_.table.outside == nullptr);
   }
 
-  void rows() const {
-    const std::string& name = loss_rows_for(row_kinds_, argument_.table.outside == nullptr);
-    device_.launch("loss/cuda/multi_step_loss.cuh", name, blocks_, kRowThreads, argument_);
+  void run(const OnDevice& device) {
+    if (argument_.pass.counts_unmasked && !argument_.pass.is_backward) {
+      device.launch(kFile, "count_unmasked", argument_.pass.num_heads, kThreads, argument_);
+    }
+    rows(device, argument_);
+    if (!argument_.pass.is_backward) {
+      const char* name = argument_.table.outside == nullptr ? "loss_totals<true>" : "loss_totals<false>";
+      device.launch(kFile, name, totals_blocks_, totals_threads_, argument_);
+    }
+    workspace_.reset();
   }
 
-  void count_unmasked() const {
-    device_.launch(kFile, "count_unmasked", pass_.num_heads, kThreads, argument_);
+  void rows(const OnDevice& device, const DevicePass& argument) const {
+    constexpr int64_t most_blocks = 8; // per multiprocessor, if they may have nothing to do
+    const int64_t blocks = argument.pass.has_gradients ? std::min(blocks_, most_blocks * multiprocessors()) : blocks_;
+    device.launch("loss/cuda/multi_step_loss.cuh", *rows_name_, blocks, kRowThreads, argument);
   }
 
-  void totals() const {
-    device_.launch(kFile, "loss_totals", total_blocks(pass_), kThreads, argument_);
+  void again(const Slab& grad_output, const OnDevice& device) const {
+    DevicePass argument = argument_;
+    argument.pass.is_backward = true;
+    argument.pass.has_gradients = true;
+    argument.pass.grad_output = grad_output;
+    rows(device, argument);
   }
 
  private:
   void add_to_span(int64_t index) {
-    const Segment& segment = pass_.segments[index];
+    const Segment& segment = argument_.pass.segments[index];
     if (std::max(segment.width, segment.target_width) > INT32_MAX - 64) {
       throw std::runtime_error("multi_step_loss: a row has more than 2147483583 elements");
     }
@@ -190,12 +219,9 @@ class Launches {
     if (found == row_kinds_.end()) {
       row_kinds_.push_back(specification);
     }
-    const auto head = static_cast<int32_t>(segment.head - pass_.heads);
-    const int64_t rows_per_block =
-        specification.lanes == 0
-            ? kRowThreads / threads
-            : kRowThreads / 32 * rounded_rows_per_warp(argument_.rows_per_warp, specification.lanes);
-    const int64_t blocks = (pass_.batch + rows_per_block - 1) / rows_per_block;
+    const auto head = static_cast<int32_t>(segment.head - argument_.pass.heads);
+    const int64_t rows_per_block = rows_of_block(specification.lanes, threads);
+    const int64_t blocks = (argument_.pass.batch + rows_per_block - 1) / rows_per_block;
     const bool follows = !spans_.empty() && last_segment_ == index - 1 && spans_.back().head == head &&
                          spans_.back().row_kind == row_kind;
     if (!follows) {
@@ -212,6 +238,13 @@ class Launches {
     last_segment_ = index;
   }
 
+  int64_t rows_of_block(int32_t lanes, int32_t threads_per_row) const {
+    if (lanes == 0) {
+      return kRowThreads / threads_per_row;
+    }
+    return lanes == kRowThreads ? 1 : kRowThreads / 32 * rounded_rows_per_warp(argument_.rows_per_warp, lanes);
+  }
+
   // Adds the raw centres of a segment's head to the table, in the type of its sums. Returns their offset, or -1 if the
   // support is not raw.
   int64_t add_raw_centers(const Segment& segment) {
@@ -223,28 +256,26 @@ class Launches {
                                                           : table_.add(support.raw_centers_float, support.num_bins);
   }
 
-  const Pass& pass_;
-  const OnDevice& device_;
+  int64_t totals_blocks_ = 0;
+  int totals_threads_ = 0;
   DevicePass argument_{};
-  at::Tensor memory_; // of the partial sums and the counter of blocks
+  at::Tensor workspace_; // the partial sums and the counter of blocks
   TableBuilder table_;
   std::vector<Span> spans_;
   std::vector<RowSpecification> row_kinds_;
-  int64_t last_segment_ = -1; // of the last span
-  int64_t blocks_ = 0;        // of loss_rows
+  const std::string* rows_name_ = nullptr; // of loss_rows
+  int64_t last_segment_ = -1;              // of the last span
+  int64_t blocks_ = 0;                     // of loss_rows
 };
 
-} // namespace
+std::shared_ptr<const Launches> launch_loss(const Pass& pass, const OnDevice& device) {
+  auto launches = std::make_shared<Launches>(pass, device);
+  launches->run(device);
+  return launches;
+}
 
-void launch_loss(const Pass& pass, const OnDevice& device) {
-  const Launches launches(pass, device);
-  if (pass.counts_unmasked && !pass.is_backward) {
-    launches.count_unmasked();
-  }
-  launches.rows();
-  if (!pass.is_backward) {
-    launches.totals();
-  }
+void launch_again(const Launches& forward, const Slab& grad_output, const OnDevice& device) {
+  forward.again(grad_output, device);
 }
 
 } // namespace gradscale

@@ -8,12 +8,13 @@
 #include "group_rows.cuh"
 #include "lane_losses.cuh"
 #include "own_rows.cuh"
+#include "wide_rows.cuh"
 
 namespace gradscale {
 
 // ---- Rows of any kind -----------------------------------------------------------------------------------------------
 
-// Rows of any kind, type and width on a device, for which lane_rows.cuh has no kernel.
+// Rows of any kind, type and width on a device, for which neither lane_rows.cuh nor wide_rows.cuh has a kernel.
 //
 // A group of threads_for_row() threads owns a row, so that short rows share a warp and long ones take a block.
 
@@ -89,21 +90,30 @@ loss_rows(GRADSCALE_ARGUMENT(DevicePass) device) {
     *device.blocks_done = 0;
   }
   const char* const table = device.table.template begin<inside>();
-  const auto index = static_cast<int32_t>(blockIdx.x);
-  const Span& span = block_span(reinterpret_cast<const Span*>(table + device.spans), device.num_spans, index);
-  const int32_t place = index - span.first_block;
-  const int32_t step = place / span.blocks_per_segment;
-  const BlockOfRows block{
-      pass,
-      device.rows_per_warp,
-      table,
-      span,
-      reinterpret_cast<const Head*>(table + device.heads)[span.head],
-      reinterpret_cast<const Coefficients*>(table + device.coefficients)[span.head],
-      reinterpret_cast<const Segment*>(table + device.segments)[span.first_segment + step],
-      place - step * span.blocks_per_segment,
-      reinterpret_cast<char*>(shared)};
-  run_rows<Rows...>(span.row_kind, block);
+  const auto blocks = static_cast<int32_t>(device.num_blocks);
+#pragma unroll 1
+  for (auto index = static_cast<int32_t>(blockIdx.x); index < blocks; index += static_cast<int32_t>(gridDim.x)) {
+    int32_t thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread)); // what depends on it is not kept for the next block
+    const Span& span = block_span(reinterpret_cast<const Span*>(table + device.spans), device.num_spans, index);
+    const int32_t place = index - span.first_block;
+    const int32_t step = place / span.blocks_per_segment;
+    const BlockOfRows block{
+        pass,
+        device.rows_per_warp,
+        table,
+        span,
+        reinterpret_cast<const Head*>(table + device.heads)[span.head],
+        reinterpret_cast<const Coefficients*>(table + device.coefficients)[span.head],
+        reinterpret_cast<const Segment*>(table + device.segments)[span.first_segment + step],
+        place - step * span.blocks_per_segment,
+        thread,
+        reinterpret_cast<char*>(shared)};
+    if (!pass.is_backward || block.segment.gradient.data != nullptr) {
+      run_rows<Rows...>(span.row_kind, block);
+    }
+    __syncthreads(); // all warps have read what is in shared memory
+  }
 }
 
 } // namespace gradscale

@@ -1,38 +1,19 @@
 // The kernels that add up the losses of rows.
 //
-// loss_totals    one thread per sample: the loss L_b of each sample, the loss of the call, and the means and shares of
-//                the heads. Sums have a fixed order: a block adds up the numbers of its threads, and the last block to
-//                finish adds up the sums of all blocks. Reads the loss of each row (4 or 8 bytes) and its metrics (16
-//                bytes).
+// loss_totals    the loss L_b of each sample, the loss of the call, and the means and shares of the heads. Reads the
+//                loss of each row (4 or 8 bytes) and its metrics (16 bytes).
 // count_unmasked one block per head: the number of unmasked entries, where it is the divisor of the head's sum.
+//
+// With the usual few hundred samples, loss_totals takes the time of its longest chain of dependent loads, shuffles and
+// barriers, so the chain is short: a lane has one sample, a warp a part of the steps of one head, and all heads are
+// reduced at once, each by a warp of its own. Sums have a fixed order: the parts of a head, then the groups of 32
+// samples of a block, then its lanes, and the last block to finish adds up the sums of all blocks.
 #pragma once
 
-#include "../../cuda/rows.cuh"
+#include "../../cuda/lanes.cuh"
 #include "block_of_rows.cuh"
 
 namespace gradscale {
-
-// Sets the gradients of a sample to 0 if its thread passes clears = true. All threads of the block must call it.
-GRADSCALE_DEVICE void clear_gradients(const DevicePass& device, bool clears, int64_t sample, int64_t* clearing) {
-  clearing[threadIdx.x] = clears ? sample : -1;
-  __syncthreads();
-  for (int i = 0; i < kThreads; ++i) {
-    if (clearing[i] < 0) {
-      continue;
-    }
-    for (int64_t k = 0; k < device.pass.num_segments; ++k) {
-      const Segment& segment = device.segment(k);
-      const int64_t width = segment.gradient.data == nullptr ? 0 : segment.width;
-      dispatch_element(segment.gradient.element, [&](auto type) {
-        using T = decltype(type);
-        T* row = static_cast<T*>(segment.gradient.data) + clearing[i] * segment.gradient.stride;
-        for (int64_t j = threadIdx.x; j < width; j += kThreads) {
-          row[j] = T{};
-        }
-      });
-    }
-  }
-}
 
 // The losses of a sample, summed over heads and steps: L_b, and the sample's part of the loss.
 struct SampleLoss {
@@ -40,140 +21,282 @@ struct SampleLoss {
   double reduced;
 };
 
-// The sums over the samples of a block, from the sums of its threads.
-GRADSCALE_DEVICE HeadSums over_block(const HeadSums& own, const Group& block) {
+// 32 samples of a block: their part of the loss, and a bit for each sample whose loss is not finite.
+struct GroupSums {
+  double loss;
+  unsigned nonfinite;
+};
+
+GRADSCALE_DEVICE void add(HeadSums& sums, const HeadSums& other) {
+  sums.losses += other.losses;
+  sums.unmasked += other.unmasked;
+  sums.share += other.share;
+  sums.weighted_share += other.weighted_share;
+  sums.squares += other.squares;
+  sums.largest_logit = larger(sums.largest_logit, other.largest_logit);
+}
+
+// The sums over the lanes of a warp.
+GRADSCALE_DEVICE HeadSums over_lanes(const HeadSums& own) {
+  const Group warp{32, static_cast<int>(threadIdx.x) % 32, nullptr};
   return {
-      block.sum(own.losses),
-      block.sum(own.unmasked),
-      block.sum(own.share),
-      block.sum(own.weighted_share),
-      block.sum(own.squares),
-      block.maximum(own.largest_logit)};
+      warp.sum(own.losses),
+      warp.sum(own.unmasked),
+      warp.sum(own.share),
+      warp.sum(own.weighted_share),
+      warp.sum(own.squares),
+      warp.maximum(own.largest_logit)};
 }
 
-// Adds up the losses of this thread's sample, and stores the block's sums for each head. A sample adds to the shares
-// and to the squares of the gradients only if it `counts`.
-GRADSCALE_DEVICE SampleLoss add_heads(const DevicePass& device, const Group& block, int64_t sample, bool counts) {
-  const Pass& pass = device.pass;
-  const bool active = sample < pass.batch;
-  SampleLoss result{0, 0};
-  const int64_t own = active ? sample : 0; // row 0 exists unless the batch is empty
-  int64_t next = 0;
-  for (int64_t h = 0; h < pass.num_heads; ++h) {
-    const Head& head = device.head(h);
-    const Coefficients& c = device.coefficients_of(h);
-    HeadSums sums{};
-    double weighted = 0;
-    const double importance = counts ? c.importance_weights.at(own, 0) : 0;
-    const auto num_segments = static_cast<int32_t>(pass.batch == 0 ? 0 : pass.steps_of(head));
-#pragma unroll 4
-    for (int32_t i = 0; i < num_segments; ++i) { // all loads are issued before the first is waited for
-      const Segment& segment = device.segment(next + i);
-      const double loss = segment.loss.load(own);
-      const double weight = c.step_weight(segment, own);
-      const bool is_unmasked = active && c.mask.includes(own, segment.step);
-      sums.losses += is_unmasked ? loss : 0;
-      weighted += is_unmasked ? weight * loss : 0;
-      sums.unmasked += is_unmasked ? 1 : 0;
-      const RowMetrics row = segment.metrics[own];
-      sums.squares += counts ? row.gradient_square : 0;
-      sums.largest_logit = larger(sums.largest_logit, row.largest_logit);
+// A block of loss_totals, as one of its threads sees it. `inside`: the table is in the arguments.
+template <bool inside>
+class BlockOfSamples {
+  const DevicePass& device_;
+  const Pass& pass_ = device_.pass;
+  HeadSums* parts_;     // [warps of the block, 32], in shared memory, like the next two
+  SampleLoss* samples_; // the same for the warps that lead; the others' elements are not used
+  GroupSums* groups_;   // [groups]
+  const char* const table_ = device_.table.template begin<inside>();
+  const int lane_ = static_cast<int>(threadIdx.x) % 32, warp_ = uniform(static_cast<int>(threadIdx.x) / 32);
+  const int num_parts_ = 1 << device_.parts_shift, num_groups_ = 1 << device_.groups_shift;
+  const int warps_per_head_ = num_parts_ * num_groups_, warps_ = static_cast<int>(blockDim.x) / 32;
+  const int heads_at_once_ = warps_ / warps_per_head_, num_heads_ = static_cast<int>(pass_.num_heads);
+  const int part_ = warp_ % num_parts_, group_ = warp_ / num_parts_ % num_groups_, head_ = warp_ / warps_per_head_;
+  const bool leads_ = part_ == num_parts_ - 1; // adds up the parts of a head; it often has fewer steps than the others
+  const int64_t sample_ = (static_cast<int64_t>(blockIdx.x) * num_groups_ + group_) * 32 + lane_;
+  const bool active_ = sample_ < pass_.batch;
+
+ public:
+  GRADSCALE_DEVICE BlockOfSamples(const DevicePass& device, HeadSums* parts, SampleLoss* samples, GroupSums* groups)
+      : device_(device), parts_(parts), samples_(samples), groups_(groups) {
+  }
+
+  GRADSCALE_DEVICE void run(unsigned& last) const {
+    add_heads(active_);
+    if (leads_ && head_ == 0) {
+      store_samples();
     }
-    next += pass.steps_of(head);
-    const double head_weight = c.head_weight();
+    __syncthreads();
+    if (pass_.skips_nonfinite && clear_gradients()) {
+      add_heads(active_ && (groups_[group_].nonfinite >> lane_ & 1) == 0); // again, now without the skipped samples
+      __syncthreads();
+    }
+    if (threadIdx.x == 0) {
+      LossSums sums{0, 0};
+      for (int i = 0; i < num_groups_; ++i) {
+        sums.loss += groups_[i].loss;
+        sums.nonfinite += __popc(groups_[i].nonfinite);
+      }
+      device_.partial.losses[blockIdx.x] = sums;
+      last = gridDim.x == 1 || count_in_order(device_.blocks_done) == gridDim.x - 1 ? 1 : 0;
+    }
+    __syncthreads();
+    if (last != 0) {
+      finish();
+    }
+  }
+
+ private:
+  GRADSCALE_DEVICE const Head& head(int index) const {
+    return reinterpret_cast<const Head*>(table_ + device_.heads)[index];
+  }
+  GRADSCALE_DEVICE const Coefficients& coefficients_of(int head) const {
+    return reinterpret_cast<const Coefficients*>(table_ + device_.coefficients)[head];
+  }
+  GRADSCALE_DEVICE const Segment& segment(int64_t index) const {
+    return reinterpret_cast<const Segment*>(table_ + device_.segments)[index];
+  }
+  GRADSCALE_DEVICE HeadSums& partial(int64_t block, int head) const {
+    return device_.partial.heads[block * num_heads_ + head];
+  }
+
+  // Adds up the losses of all samples of the block, and stores its sums for each head. A sample adds to the shares and
+  // to the squares of the gradients only if it `counts`.
+  GRADSCALE_DEVICE void add_heads(bool counts) const {
+    SampleLoss own{0, 0};
+#pragma unroll 1
+    for (int first = 0; first < num_heads_; first += heads_at_once_) {
+      const int h = first + head_;
+      const bool exists = h < num_heads_;
+      parts_[threadIdx.x] = exists && active_ ? add_steps(h, counts) : HeadSums{};
+      // Loaded before the barrier, at the same time as the rows of other warps.
+      const double importance = leads_ && exists && counts ? coefficients_of(h).importance_weights.at(sample_, 0) : 0;
+      __syncthreads();
+      if (leads_ && exists) {
+        add_parts(h, counts, importance, own);
+      }
+      samples_[threadIdx.x] = own;
+      __syncthreads();
+      if (leads_ && exists && group_ == 0) {
+        HeadSums sums = parts_[threadIdx.x];
+        for (int i = 1; i < num_groups_; ++i) {
+          add(sums, parts_[threadIdx.x + 32 * num_parts_ * i]);
+        }
+        sums = over_lanes(sums);
+        if (lane_ == 0) {
+          partial(blockIdx.x, h) = sums;
+        }
+      }
+      if (first + heads_at_once_ < num_heads_) {
+        __syncthreads(); // the parts have been read
+      }
+    }
+  }
+
+  // This thread's part of the steps of a head. `weighted_share` is the sum of the weighted losses.
+  GRADSCALE_DEVICE HeadSums add_steps(int h, bool counts) const {
+    const Coefficients& c = coefficients_of(h);
+    const auto steps = static_cast<int>(pass_.steps_of(head(h)));
+    HeadSums sums{};
+#pragma unroll 3
+    for (int t = part_; t < steps; t += num_parts_) { // the loads of three rows are issued before the first is used
+      const Segment& s = segment(c.first_segment + t);
+      const double loss = s.loss.load(sample_);
+      const auto row = load16<RowMetrics>(s.metrics + sample_);
+      const double weight = c.step_weight(s, sample_);
+      const bool is_unmasked = c.mask.includes(sample_, s.step);
+      add(sums,
+          {is_unmasked ? loss : 0,
+           is_unmasked ? 1.0 : 0.0,
+           0,
+           is_unmasked ? weight * loss : 0,
+           counts ? row.gradient_square : 0,
+           row.largest_logit});
+    }
+    return sums;
+  }
+
+  // Adds up the parts of this lane's sample in a head, in the place of the last part, and adds the sample's loss to
+  // `own`.
+  GRADSCALE_DEVICE void add_parts(int h, bool counts, double importance, SampleLoss& own) const {
+    const Coefficients& c = coefficients_of(h);
+    HeadSums& sums = parts_[threadIdx.x];
+    for (int p = num_parts_ - 1; p > 0; --p) {
+      add(sums, parts_[threadIdx.x - 32 * p]);
+    }
+    const double weighted = sums.weighted_share, head_weight = c.head_weight();
     // A sample without unmasked entries adds 0, also if a weight is not finite.
-    sums.share = counts && sums.unmasked != 0 ? importance * (c.share_factor() * weighted) : 0;
-    sums.weighted_share = counts && sums.unmasked != 0 ? head_weight * sums.share : 0;
-    result.loss += sums.unmasked != 0 ? head.weight * head_weight * weighted : 0;
-    result.reduced += sums.weighted_share;
-    if (active && pass.each_sample && c.share.data != nullptr) {
-      c.share.store(sample, sums.share);
-    }
-    sums = over_block(sums, block);
-    if (threadIdx.x == 0) {
-      device.partial.heads[blockIdx.x * pass.num_heads + h] = sums;
+    const bool has_entries = sums.unmasked != 0, adds = counts && has_entries;
+    sums.share = adds ? importance * (c.share_factor() * weighted) : 0;
+    sums.weighted_share = adds ? head_weight * sums.share : 0;
+    own.loss += has_entries ? head(h).weight * head_weight * weighted : 0;
+    own.reduced += sums.weighted_share;
+    if (pass_.each_sample && active_ && c.share.data != nullptr) {
+      c.share.store(sample_, sums.share);
     }
   }
-  return result;
-}
 
-// Stores the losses of a sample, and returns what it adds to the sums of its block.
-GRADSCALE_DEVICE LossSums store_sample(const DevicePass& device, int64_t sample, const SampleLoss& losses) {
-  const Pass& pass = device.pass;
-  LossSums result{0, 0};
-  pass.per_sample.store(sample, losses.loss);
-  result.nonfinite = std::isfinite(pass.per_sample.load(sample)) ? 0 : 1; // as the user reads it, after rounding
-  result.loss = losses.reduced;
-  if (pass.skips_nonfinite) {
-    pass.skipped.store(sample, losses.loss);
-    result.loss = result.nonfinite != 0 ? 0 : result.loss;
+  // Stores the loss of this lane's sample, and what the samples of the group add to the sums of the block.
+  GRADSCALE_DEVICE void store_samples() const {
+    SampleLoss sample{0, 0};
+    for (int i = 0; i < heads_at_once_; ++i) {
+      const SampleLoss& of_heads = samples_[threadIdx.x + 32 * warps_per_head_ * i];
+      sample.loss += of_heads.loss;
+      sample.reduced += of_heads.reduced;
+    }
+    bool finite = true;
+    if (active_) {
+      pass_.per_sample.store(sample_, sample.loss);
+      finite = std::isfinite(pass_.per_sample.load(sample_)); // as the user reads it, after rounding
+      if (pass_.skips_nonfinite) {
+        pass_.skipped.store(sample_, sample.loss);
+        sample.reduced = finite ? sample.reduced : 0;
+      }
+      if (pass_.each_sample) {
+        pass_.loss.store(sample_, sample.reduced);
+      }
+    }
+    const double loss = Group{32, lane_, nullptr}.sum(sample.reduced);
+    const unsigned nonfinite = __ballot_sync(kWholeWarp, !finite);
+    if (lane_ == 0) {
+      groups_[group_] = {loss, nonfinite};
+    }
   }
-  if (pass.each_sample) {
-    pass.loss.store(sample, result.loss);
-  }
-  return result;
-}
 
-// One block adds up the sums of all blocks, in their order.
-GRADSCALE_DEVICE void store_totals(const DevicePass& device, const Group& block) {
-  const Pass& pass = device.pass;
-  LossSums own{0, 0};
-  for (int64_t i = threadIdx.x; i < gridDim.x; i += kThreads) {
-    own.loss += device.partial.losses[i].loss;
-    own.nonfinite += device.partial.losses[i].nonfinite;
-  }
-  const double loss = block.sum(own.loss);
-  const double num_nonfinite = block.sum(own.nonfinite);
-  if (threadIdx.x == 0) {
-    if (!pass.each_sample) {
-      pass.loss.store(0, loss);
+  // Sets the gradients of the samples whose loss is not finite to 0, with all threads of the block. Returns true if
+  // there are such samples.
+  GRADSCALE_DEVICE bool clear_gradients() const {
+    bool any = false;
+#pragma unroll 1
+    for (int i = 0; i < num_groups_; ++i) {
+#pragma unroll 1
+      for (unsigned samples = groups_[i].nonfinite; samples != 0; samples &= samples - 1) {
+        any = true;
+        const int64_t sample = (static_cast<int64_t>(blockIdx.x) * num_groups_ + i) * 32 + __ffs(samples) - 1;
+#pragma unroll 1
+        for (int64_t k = 0; k < pass_.num_segments; ++k) {
+          const Segment& s = segment(k);
+          const int64_t width = s.gradient.data == nullptr ? 0 : s.width;
+          dispatch_element(s.gradient.element, [&](auto type) {
+            using T = decltype(type);
+            T* row = static_cast<T*>(s.gradient.data) + sample * s.gradient.stride;
+            for (int64_t j = threadIdx.x; j < width; j += blockDim.x) {
+              row[j] = T{};
+            }
+          });
+        }
+      }
     }
-    *pass.num_nonfinite = static_cast<int64_t>(num_nonfinite);
+    return any;
   }
-  for (int64_t h = 0; h < pass.num_heads; ++h) {
-    HeadSums sums{};
-    for (int64_t i = threadIdx.x; i < gridDim.x; i += kThreads) {
-      const HeadSums& part = device.partial.heads[i * pass.num_heads + h];
-      sums.losses += part.losses;
-      sums.unmasked += part.unmasked;
-      sums.share += part.share;
-      sums.weighted_share += part.weighted_share;
-      sums.squares += part.squares;
-      sums.largest_logit = larger(sums.largest_logit, part.largest_logit);
-    }
-    sums = over_block(sums, block);
-    if (threadIdx.x == 0) {
-      pass.store_head(h, device.coefficients_of(h), sums);
-    }
-  }
-}
 
-GRADSCALE_KERNEL(kThreads, 2) loss_totals(GRADSCALE_ARGUMENT(DevicePass) device) {
-  const Pass& pass = device.pass;
-  GRADSCALE_SHARED(double, shared, kWarps);
+  // Adds up the sums of all blocks, and stores the results. All warps of a head add up a part of the blocks.
+  GRADSCALE_DEVICE void finish() const {
+    const int part = warp_ % warps_per_head_;
+#pragma unroll 1
+    for (int first = 0; first < num_heads_; first += heads_at_once_) {
+      const int h = first + head_;
+      HeadSums sums{};
+#pragma unroll 2
+      for (unsigned b = 32 * part + lane_; h < num_heads_ && b < gridDim.x; b += 32 * warps_per_head_) {
+        add(sums, partial(b, h));
+      }
+      parts_[threadIdx.x] = sums;
+      __syncthreads();
+      if (part == 0 && h < num_heads_) {
+        for (int i = 1; i < warps_per_head_; ++i) {
+          add(sums, parts_[threadIdx.x + 32 * i]);
+        }
+        sums = over_lanes(sums);
+        if (lane_ == 0) {
+          pass_.store_head(h, coefficients_of(h), sums);
+        }
+      }
+      if (first + heads_at_once_ < num_heads_) {
+        __syncthreads(); // the parts have been read
+      }
+    }
+    if (warp_ == warps_ - 1) {
+      finish_loss();
+    }
+  }
+
+  GRADSCALE_DEVICE void finish_loss() const {
+    LossSums sums{0, 0};
+#pragma unroll 8
+    for (unsigned b = lane_; b < gridDim.x; b += 32) {
+      sums.loss += device_.partial.losses[b].loss;
+      sums.nonfinite += device_.partial.losses[b].nonfinite;
+    }
+    const Group warp{32, lane_, nullptr};
+    const double loss = warp.sum(sums.loss), nonfinite = warp.sum(sums.nonfinite);
+    if (lane_ == 0) {
+      if (!pass_.each_sample) {
+        pass_.loss.store(0, loss);
+      }
+      *pass_.num_nonfinite = static_cast<int64_t>(nonfinite);
+    }
+  }
+};
+
+template <bool inside>
+GRADSCALE_KERNEL(kTotalsThreads, 2)
+loss_totals(GRADSCALE_ARGUMENT(DevicePass) device) {
+  GRADSCALE_SHARED(HeadSums, parts, kTotalsThreads);
+  GRADSCALE_SHARED(SampleLoss, samples, kTotalsThreads);
+  GRADSCALE_SHARED(GroupSums, groups, kTotalsThreads / 32);
   GRADSCALE_SHARED(unsigned, last, 1);
-  GRADSCALE_SHARED(int64_t, clearing, kThreads);
-  const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
-  const int64_t sample = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const bool active = sample < pass.batch;
-  const SampleLoss losses = add_heads(device, block, sample, active);
-  const LossSums own = active ? store_sample(device, sample, losses) : LossSums{0, 0};
-  const double loss = block.sum(own.loss);
-  const double nonfinite = block.sum(own.nonfinite);
-  if (pass.skips_nonfinite && nonfinite > 0) {
-    clear_gradients(device, own.nonfinite != 0, sample, clearing);
-    add_heads(device, block, sample, active && own.nonfinite == 0); // again, now without the skipped samples
-  }
-  if (threadIdx.x == 0) {
-    device.partial.losses[blockIdx.x] = {loss, nonfinite};
-    __threadfence(); // other blocks see the sums before the block is counted
-    last[0] = gridDim.x == 1 || atomicAdd(device.blocks_done, 1u) == gridDim.x - 1;
-  }
-  __syncthreads();
-  if (last[0] != 0) {
-    __threadfence();
-    store_totals(device, block);
-  }
+  BlockOfSamples<inside>(device, parts, samples, groups).run(last[0]);
 }
 
 GRADSCALE_KERNEL(kThreads, 2)

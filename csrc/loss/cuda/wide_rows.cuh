@@ -1,0 +1,278 @@
+// Policies that are too wide for the registers of a warp: WideRows is their kind of rows for loss_rows.
+//
+// It is a family of its own, next to lane_rows.cuh: in lane_rows.cuh a warp owns up to 32 rows, whose numbers its lanes
+// hold, and exchanges data without barriers; here a row has thousands of elements, and needs the registers of a block.
+#pragma once
+
+#include "../../cuda/lanes.cuh"
+#include "../../formulas/cross_entropy.h"
+#include "block_of_rows.cuh"
+
+namespace gradscale {
+
+// A block owns a row of `width` logits T. U is the type of its target: probabilities, or int64_t for a class. G is the
+// type of its gradient (void: none is wanted). A thread owns every kRowThreads-th unit of `unit` elements, issues the
+// loads of all its units of logits and targets before it waits for the first, and keeps them in registers as they are
+// in memory. If there are too many, targets are loaded again for the gradient, from the cache. Bytes: logits and
+// targets are read once, gradients are written once.
+template <class T, class U, class G, int width, int unit, int options>
+class WideRows {
+  static constexpr bool kIsClass = std::is_same_v<U, int64_t>, kSmooths = (options & kSmoothing) != 0;
+  static constexpr bool kOneHot = kIsClass && !kSmooths; // its targets, 0 for all but one action, cost nothing
+  using Gradient = std::conditional_t<std::is_same_v<G, void>, T, G>;
+  using Probability = std::conditional_t<kIsClass, float, U>;
+  using Entropy = CrossEntropy<float, options>;
+  static constexpr int kStep = unit * kRowThreads; // elements from one unit of a thread to its next
+  static constexpr int kUnits = (width + kStep - 1) / kStep, kWarps = kRowThreads / 32, kSums = Entropy::kSums;
+  template <class Element>
+  static constexpr int kWords = kUnits * ((unit * static_cast<int>(sizeof(Element)) + 3) / 4); // registers
+  static_assert(kWarps == 4);
+  static constexpr bool kKeepsTargets = !kIsClass && kWords<T> + kWords<Probability> <= kMostWideWords;
+  static constexpr int kReadAhead = 16 / unit; // units of targets in flight, if they are loaded twice
+  static constexpr int kOthers =
+      (kKeepsTargets ? kWords<Probability> : (kIsClass ? 8 : 32)) + (Entropy::kHasEntropy ? 68 : 44);
+  static constexpr int kRegisters = (kWords<T> + kOthers + 7) / 8 * 8;
+  // The numbers of each warp in shared memory.
+  enum { kMaximum, kFactor, kFirstSum, kSquare = kFirstSum + kSums, kLargest, kNumbers };
+
+  const BlockOfRows& block_;
+  const int64_t row_ = block_.index;
+  const int thread_ = block_.thread;
+  const Probability* const targets_from_ =
+      first(static_cast<const Probability*>(block_.segment.target.data), block_.segment.target.stride);
+  Packed<T, unit> logits_[kUnits];
+  Packed<Probability, unit> targets_[kUnits];
+  int32_t class_ = 0;     // -1: out of range, which gives NaN
+  float class_logit_ = 0; // in thread 0
+
+ public:
+  static constexpr int kBlocks = 65536 / kRowThreads / (kRegisters < 64 ? 64 : (kRegisters > 256 ? 256 : kRegisters));
+  static constexpr int kSharedBytes = kNumbers * kWarps * 4;
+
+  GRADSCALE_DEVICE static void run(const BlockOfRows& block) {
+    WideRows(block).compute();
+  }
+
+ private:
+  GRADSCALE_DEVICE explicit WideRows(const BlockOfRows& block) : block_(block) {
+    const Segment& s = block.segment;
+    const T* const from = first(static_cast<const T*>(s.prediction.data), s.prediction.stride);
+#pragma unroll
+    for (int c = 0; c < kUnits; ++c) {
+      if (exists(c)) {
+        logits_[c] = load_packed<T, unit>(from + kStep * c);
+        if constexpr (kKeepsTargets) {
+          targets_[c] = load_packed<Probability, unit>(targets_from_ + kStep * c);
+        }
+      }
+    }
+    if constexpr (kIsClass) {
+      const int64_t index = static_cast<const int64_t*>(s.target.data)[row_ * s.target.stride];
+      class_ = index >= 0 && index < width ? static_cast<int32_t>(index) : -1;
+      if (thread_ == 0 && class_ >= 0) {
+        class_logit_ = to_accumulate(static_cast<const T*>(s.prediction.data)[row_ * s.prediction.stride + class_]);
+      }
+    }
+    if (thread_ >= kRowThreads - 32) { // one warp; the others get the factor after a barrier
+      const RowFactor factor = block.factor_of(row_);
+      if (thread_ == kRowThreads - 1) {
+        shared(kFactor, 0) = static_cast<float>(factor.coefficient);
+        shared(kFactor, 1) = factor.counts ? 1 : 0;
+      }
+    }
+  }
+
+  // The address of this thread's first element of the row.
+  template <class Element>
+  GRADSCALE_DEVICE Element* first(Element* data, int64_t stride) const {
+    return kept(data + row_ * stride + unit * thread_);
+  }
+
+  // True if unit c is inside the row. The result is a compile-time constant, except for the last unit.
+  GRADSCALE_DEVICE bool exists(int c) const {
+    return kStep * (c + 1) <= width || kStep * c + unit * thread_ < width;
+  }
+
+  // Makes the compiler repeat computations with these elements, instead of keeping their results in registers.
+  template <class Units>
+  GRADSCALE_DEVICE static void forget(Units& units) {
+#pragma unroll
+    for (auto& packed : units) {
+#pragma unroll
+      for (auto& word : packed.words) {
+        if constexpr (sizeof(word) == 2) {
+          asm volatile("" : "+h"(word));
+        } else {
+          asm volatile("" : "+r"(word));
+        }
+      }
+    }
+  }
+
+  // Calls function(c, logits, targets) for the units inside of the row.
+  template <class Function>
+  GRADSCALE_DEVICE void each_unit(Function function) {
+    forget(logits_);
+    if constexpr (kKeepsTargets) {
+      forget(targets_);
+    }
+    class_ = forgotten(class_);
+#pragma unroll
+    for (int c = 0; c < kUnits; ++c) {
+      if (!kKeepsTargets && !kIsClass && c > 0 && c % kReadAhead == 0) {
+        __syncwarp(); // the following loads, which are not load_packed(), are not issued before
+      }
+      if (!exists(c)) {
+        continue;
+      }
+      float x[unit], t[unit];
+      unpack(logits_[c], x);
+      if constexpr (kKeepsTargets) {
+        unpack(targets_[c], t);
+      } else if constexpr (!kIsClass) {
+        unpack(*reinterpret_cast<const Packed<Probability, unit>*>(targets_from_ + kStep * c), t);
+      }
+#pragma unroll
+      for (int k = 0; k < unit; ++k) {
+        if constexpr (kIsClass) {
+          t[k] = class_ == kStep * c + unit * thread_ + k ? 1.0f : (class_ < 0 ? NAN : 0.0f);
+        }
+        if constexpr (kSmooths) {
+          const double smoothing = block_.head.label_smoothing;
+          t[k] = t[k] * static_cast<float>(1 - smoothing) + static_cast<float>(smoothing / width);
+        }
+      }
+      function(c, x, t);
+    }
+  }
+
+  GRADSCALE_DEVICE float& shared(int number, int warp) const {
+    return reinterpret_cast<float*>(block_.shared)[number * kWarps + warp];
+  }
+  GRADSCALE_DEVICE void put(int number, float of_warp) const {
+    if (thread_ % 32 == 0) {
+      shared(number, thread_ / 32) = of_warp;
+    }
+  }
+  // The sum of the numbers of all warps, after a barrier.
+  GRADSCALE_DEVICE float sum(int number) const {
+    return (shared(number, 0) + shared(number, 1)) + (shared(number, 2) + shared(number, 3));
+  }
+  GRADSCALE_DEVICE float maximum(int number) const {
+    return larger(larger(shared(number, 0), shared(number, 1)), larger(shared(number, 2), shared(number, 3)));
+  }
+
+  GRADSCALE_DEVICE void compute() {
+    UnitExtremes<T, unit> extremes;
+#pragma unroll
+    for (int c = 0; c < kUnits; ++c) {
+      if (exists(c)) {
+        extremes.add(logits_[c]);
+      }
+    }
+    put(kMaximum, lane_maximum<32>(extremes.maximum()));
+    float largest = extremes.magnitude(), sums[kSums] = {};
+    if (!(largest < INFINITY)) { // rarely
+      largest = add_illegal(sums);
+    }
+    put(kLargest, lane_maximum<32>(largest));
+    __syncthreads();
+    const BinaryExponent exponent(maximum(kMaximum));
+    each_unit([&](int, const float* x, const float* t) {
+#pragma unroll
+      for (int k = 0; k < unit; ++k) {
+        const float d = exponent.difference(x[k]), e = exponent.exponential(d), finite = Entropy::finite(d);
+        if constexpr (kOneHot) {
+          sums[Entropy::kSum] += e;
+          sums[Entropy::kWeighted] += e * finite;
+        } else {
+          Entropy::add(sums, e, t[k], t[k] * finite, finite);
+        }
+      }
+    });
+    if (kOneHot && thread_ == 0) {
+      sums[Entropy::kMass] = class_ < 0 ? NAN : 1.0f;
+      sums[Entropy::kCorrect] = exponent.difference(class_logit_);
+    }
+    lane_sums<32, kSums>(sums, thread_ % 32);
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      put(kFirstSum + i, sums[i]);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      sums[i] = sum(kFirstSum + i);
+    }
+    const bool counts = shared(kFactor, 1) != 0;
+    if constexpr (!std::is_same_v<G, void>) {
+      put(kSquare, lane_sum<32>(write_gradient(exponent, sums, counts)));
+      __syncthreads();
+    }
+    if (thread_ == 0) {
+      sums[Entropy::kWeighted] *= exponent.unit();
+      sums[Entropy::kCorrect] *= exponent.unit();
+      const Entropy entropy{static_cast<float>(block_.head.entropy_weight)};
+      const double square = std::is_same_v<G, void> ? 0 : sum(kSquare);
+      block_.store(row_, counts, entropy.loss(sums), Entropy::entropy(sums), {square, maximum(kLargest)});
+    }
+  }
+
+  // Adds the targets of illegal actions (-inf) to the sums. Returns this thread's largest magnitude of finite logits.
+  GRADSCALE_DEVICE float add_illegal(float (&sums)[kSums]) {
+    float largest = 0;
+    each_unit([&](int, const float* x, const float* t) {
+#pragma unroll
+      for (int k = 0; k < unit; ++k) {
+        largest = larger(largest, finite_magnitude(x[k]));
+        sums[Entropy::kCorrect] += !kOneHot && x[k] == -INFINITY ? product(t[k], x[k]) : 0.0f;
+      }
+    });
+    return largest;
+  }
+
+  // Returns this thread's part of the sum of squares.
+  GRADSCALE_DEVICE float write_gradient(const BinaryExponent& exponent, const float (&sums)[kSums], bool counts) {
+    const Segment& s = block_.segment;
+    Gradient* const to = first(static_cast<Gradient*>(s.gradient.data), s.gradient.stride);
+    const Entropy entropy{static_cast<float>(block_.head.entropy_weight) * exponent.unit()};
+    const auto factors = Entropy::factors(sums, approximate_reciprocal(sums[Entropy::kSum]), shared(kFactor, 0));
+    float square = 0;
+    each_unit([&](int c, const float* x, const float* t) {
+      float gradient[unit];
+      // Only one unit of a row has a target that is not 0.
+      const bool has_target = static_cast<uint32_t>(class_ - kStep * c - unit * thread_) < unit;
+      const auto compute = [&](int k, float target) {
+        const float d = exponent.difference(x[k]);
+        gradient[k] = entropy.gradient(factors, exponent.exponential(d), d, target);
+      };
+#pragma unroll
+      for (int k = 0; k < unit; ++k) {
+        compute(k, kOneHot ? 0.0f : t[k]);
+      }
+      if (kOneHot && has_target) {
+        asm volatile(""); // keeps the branch, instead of choices for all elements
+#pragma unroll
+        for (int k = 0; k < unit; ++k) {
+          compute(k, t[k]);
+        }
+      }
+#pragma unroll
+      for (float value : gradient) {
+        square = fmaf(value, value, square);
+      }
+      store_packed(to + kStep * c, packed<Gradient, unit>(gradient));
+    });
+    if (!counts) { // rarely: the branch costs less than a choice for each element
+#pragma unroll
+      for (int c = 0; c < kUnits; ++c) {
+        if (exists(c)) {
+          store_packed(to + kStep * c, Packed<Gradient, unit>{});
+        }
+      }
+    }
+    return square;
+  }
+};
+
+} // namespace gradscale
