@@ -93,7 +93,7 @@ simulated: $(VENV)/pytest $(VENV)/nvrtc $(VENV)/driver.so
 
 # Tests of the kernels, and of the C++ code's use of tensors, lists of tensors and threads. Tests that run a compiler
 # have the marker "untraced", and are excluded, because the compiler would run under the sanitizers.
-SANITIZED := autograd captured_step flow flow_nonlinear loss n_step_transitions returns td_steps statistics support tensors
+SANITIZED := autograd captured_step flow flow_nonlinear loss n_step_transitions normalization returns td_steps statistics support tensors
 SANITIZERS := -fsanitize=address,undefined,float-cast-overflow -fno-sanitize=vptr -fno-sanitize-recover=all
 PRELOADED := libasan.so libubsan.so libstdc++.so.6
 
@@ -116,7 +116,7 @@ fuzz: $(VENV)/pytest
 versions: $(VERSIONS:%=version-%)
 
 # Tests that depend on PyTorch's version.
-VERSIONED := autograd captured_step compile compiled_updates context diagnose_capture diagnosis diagnosis_outside diagnosis_ranks distributed dtensor flow loss_contexts matrix monitor n_step_transitions returns td_steps
+VERSIONED := autograd captured_step compile compiled_updates context diagnose_capture diagnosis diagnosis_outside diagnosis_ranks distributed dtensor flow loss_contexts matrix monitor n_step_transitions normalization returns td_steps
 
 version-%: .versions/%/.venv/torch $(VENV)/driver.so
 	cp --recursive --preserve $(VENV)/ptx $(VENV)/driver.so .versions/$*/.venv/

@@ -19,6 +19,8 @@ import usual
 
 Step = Callable[..., torch.Tensor]
 NUM_UNROLL_STEPS = 5
+CAPTURABLE = {"fused": True, "capturable": True}
+"""Options of optimizers that PyTorch asks for when a step is captured by hand."""
 
 
 @dataclass
@@ -139,7 +141,7 @@ def muzero(kind: type[Perceptrons], num_bins: int, actions: int, batch_size: int
     torch.manual_seed(0)
     model = kind(num_bins, actions).to(device)
     models = {"usual": model, "ours": copy.deepcopy(model)}
-    optimizers = {name: torch.optim.AdamW(own.parameters(), lr=1e-3, fused=True) for name, own in models.items()}
+    optimizers = {name: torch.optim.AdamW(own.parameters(), lr=1e-3, **CAPTURABLE) for name, own in models.items()}
     loss_fn = gs.MultiStepLoss.muzero(gs.Support.muzero((num_bins - 1) // 2))
     draw = lambda *shape: torch.randn(shape, device=device)
     steps = NUM_UNROLL_STEPS + 1
@@ -207,7 +209,7 @@ def tdmpc2(batch_size: int, device: torch.device, horizon: int = 3, rho: float =
     torch.manual_seed(0)
     model = WorldModel().to(device)
     models = {"usual": model, "ours": copy.deepcopy(model)}
-    optimizers = {name: torch.optim.Adam(own.parameters(), lr=3e-4, fused=True) for name, own in models.items()}
+    optimizers = {name: torch.optim.Adam(own.parameters(), lr=3e-4, **CAPTURABLE) for name, own in models.items()}
     support = gs.Support.tdmpc2()
     heads: dict[str, Any] = {f"q{i}": gs.TwoHot(support, weight=0.1 / WorldModel.num_critics) for i in range(5)}
     heads |= {"reward": gs.TwoHot(support, weight=0.1), "latent": gs.MeanSquaredError(weight=20.0)}

@@ -110,7 +110,7 @@ def main() -> None:
     arguments = harness.arguments(__doc__)
     harness.show_machine()
     results = []
-    for size in ((256, 64), (64, 2048)):
+    for size in ((16, 16), (256, 64), (4096, 128)):
         results += advantages(*size, arguments.seconds)
     results += returns(16, 1024, arguments.seconds)
     results += policies(256, 18, arguments.seconds)

@@ -17,9 +17,11 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -134,6 +136,68 @@ py::object tensor_statistics(
   return py::make_tuple(values, counts, histogram);
 }
 
+// The gradients of a list of parameters, or nothing if the list is unusual: with other classes than PyTorch's own, a
+// tensor twice, or a gradient that the kernels do not accept.
+std::optional<gradscale::OptionalTensors> usual_gradients(py::handle parameters) {
+  if (!PyList_CheckExact(parameters.ptr()) || !gradscale::ordinary_context()) {
+    return std::nullopt;
+  }
+  const Py_ssize_t count = PyList_GET_SIZE(parameters.ptr());
+  gradscale::OptionalTensors gradients;
+  std::vector<const PyObject*> objects;
+  gradients.reserve(count);
+  objects.reserve(count);
+  const at::Tensor* first = nullptr;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* const object = PyList_GET_ITEM(parameters.ptr(), i);
+    if (!THPVariable_CheckExact(object)) {
+      return std::nullopt;
+    }
+    const at::Tensor& parameter = THPVariable_Unpack(object);
+    if (!(parameter.is_floating_point() || parameter.is_complex()) ||
+        !(parameter.is_leaf() || parameter.retains_grad())) { // PyTorch warns of other tensors, whose gradient is None
+      return std::nullopt;
+    }
+    objects.push_back(object);
+    const at::Tensor& gradient = parameter.grad();
+    if (!gradient.defined()) {
+      gradients.emplace_back();
+      continue;
+    }
+    gradients.emplace_back(gradient);
+    first = first == nullptr ? &*gradients.back() : first;
+    if (!gradscale::ordinary_gradient(gradient) || gradient.device() != first->device()) {
+      return std::nullopt;
+    }
+  }
+  std::sort(objects.begin(), objects.end());
+  if (first == nullptr || std::adjacent_find(objects.begin(), objects.end()) != objects.end()) {
+    return std::nullopt;
+  }
+  return gradients;
+}
+
+// (values, counts, histogram, clipping), after clipping, or None if the list of parameters is unusual.
+py::object clip_gradients(py::handle parameters, double p, const gradscale::Value& max_norm, bool skip_nonfinite) {
+  const std::optional<gradscale::OptionalTensors> gradients = usual_gradients(parameters);
+  if (!gradients) {
+    return py::none();
+  }
+  const auto statistics = gradscale::tensor_statistics(*gradients, p, std::nullopt, /*rows=*/false);
+  const at::Tensor clipping = gradscale::clipping_of(statistics.values, statistics.counts, p, max_norm, skip_nonfinite);
+  std::vector<at::Tensor> distinct; // parameters may share a gradient
+  std::unordered_set<const at::TensorImpl*> seen;
+  distinct.reserve(gradients->size());
+  seen.reserve(gradients->size());
+  for (const std::optional<at::Tensor>& gradient : *gradients) {
+    if (gradient && seen.insert(gradient->unsafeGetTensorImpl()).second) {
+      distinct.push_back(*gradient);
+    }
+  }
+  gradscale::clip_units(distinct, clipping.narrow(0, 1, 1), /*rows=*/false, skip_nonfinite);
+  return py::make_tuple(statistics.values, statistics.counts, statistics.histogram, clipping);
+}
+
 } // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -180,6 +244,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("p"),
       py::arg("weights") = py::none(),
       py::arg("rows") = false);
+  m.def("clip_gradients", &clip_gradients);
   m.def("clipping_of", &gradscale::clipping_of);
   m.def("unit_factors", &gradscale::unit_factors);
   m.def("clip_units", &gradscale::clip_units);

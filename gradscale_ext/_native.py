@@ -75,7 +75,16 @@ def _seen(function: Any) -> Any:
     return call
 
 
-for _name in ("multi_step_loss", "encode", "decode", "l2_loss", "returns", "muzero_targets"):
+for _name in (
+    "multi_step_loss",
+    "encode",
+    "decode",
+    "l2_loss",
+    "returns",
+    "muzero_targets",
+    "standardize",
+    "percentiles",
+):
     setattr(_C, _name, _seen(getattr(_C, _name)))
 
 #: Devices whose tensors the kernels accept.

@@ -9,7 +9,7 @@ import torch
 
 from . import _context, _distributed, reference
 from . import _native as _native  # registers the operators
-from ._trajectories import Discount, MuZeroTargets, Trajectories, result_dtype
+from ._trajectories import CLIPS, Discount, MuZeroTargets, Trajectories, result_dtype
 from ._window_values import check_targets, check_values
 from ._windows import Window
 from .reference.returns import times
@@ -150,8 +150,7 @@ def _by_reference(function: str, call: Trajectories) -> tuple[torch.Tensor, ...]
         del arguments["values"], arguments["next_values"]
     if function in ("vtrace", "retrace"):
         arguments["ratios"] = ratios
-        names = ("clip_rho", "clip_c", "clip_pg_rho") if function == "vtrace" else ("clip_c",)
-        arguments |= dict(zip(names, clips, strict=False))
+        arguments |= dict(zip(CLIPS[function], clips, strict=False))
     if function == "retrace":
         arguments["q_values"] = arguments.pop("values")
     results = getattr(reference, function)(**arguments)

@@ -83,6 +83,10 @@ class MuZeroTargets(NamedTuple):
         return _table.named_tensors(self)
 
 
+#: The limits of ratios among the arguments of a function.
+CLIPS = {"vtrace": ("clip_rho", "clip_c", "clip_pg_rho"), "retrace": ("clip_c",)}
+
+
 class Trajectories(NamedTuple):
     """A checked call of a function over transitions, in the caller's order of dimensions.
 
@@ -338,7 +342,7 @@ def check_trajectories(
     batch_first: Any,
     *,
     ratios: Any = None,
-    clips: dict[str, Any] | None = None,
+    clips: tuple[Any, Any, Any] = (None, None, None),
     n: Any = None,
 ) -> Trajectories:
     """Check the arguments of one of the functions over transitions.
@@ -393,7 +397,7 @@ def check_trajectories(
     lambda_ = 1.0 if has_n else check.coefficient("lambda_", lambda_, 0)
     for flag, value in (("terminated", terminated), ("truncated", truncated), ("mask", mask)):
         check.flags(flag, value)
-    clip_numbers = [check.clip(clip, value) for clip, value in (clips or {}).items()]
+    clip_numbers = [check.clip(name, value) for name, value in zip(CLIPS.get(function, ()), clips, strict=False)]
     clip_numbers += [torch.inf] * (3 - len(clip_numbers))
     return Trajectories(
         rewards=rewards,

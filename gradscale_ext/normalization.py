@@ -9,6 +9,7 @@ import torch
 
 from . import _context, _distributed, _numbers, _tensors
 from ._buffers import ModuleWithNumbers
+from ._native import _C
 from ._ranks import gathered, group_of
 from ._trajectories import result_dtype
 
@@ -57,22 +58,70 @@ def standardize(
     >>> standardize(advantages, mask=torch.tensor([[True, False, True, False]]))
     tensor([[-1.,  0.,  1.,  0.]])
     """
-    _tensors.check_floats("standardize", "x", x)
-    if mask is not None:
-        _tensors.check_mask("standardize", mask, "x", x)
     eps = _numbers.real("standardize: eps", eps)
     if not 0 <= eps < math.inf:
         raise ValueError(f"standardize: eps must be finite and at least 0, but it is {eps}")
+    # The usual call has a kernel, on the CPU.
+    if process_group is None and _context.is_eager() and (found := _C.standardize(x, mask, eps)) is not None:
+        is_recorded = x.requires_grad and torch.is_grad_enabled()
+        return _Standardized.apply(x, mask, eps, [found]) if is_recorded else found  # type: ignore[no-untyped-call]
+    _tensors.check_floats("standardize", "x", x)
+    if mask is not None:
+        _tensors.check_mask("standardize", mask, "x", x)
     group, size = group_of("standardize", process_group)
     if _distributed.mesh_of(x, mask) is not None:
         _tensors.refuse_group("standardize", group, "x", x, mask)
         return _distributed.by_whole(lambda x, mask: standardize(x, mask=mask, eps=eps), x, mask)  # type: ignore[no-any-return]
-    if x.numel() == 0 and not group:
-        return x.to(result_dtype(x), copy=True)
+    if x.numel() == 0:
+        if not group:
+            return x.to(result_dtype(x), copy=True)
+        one, none = x.new_zeros(1), x.new_zeros(1, dtype=torch.bool)  # for the collective
+        return standardize(one, mask=none, eps=eps, process_group=process_group)[:0].view(x.shape)
     centred, std = _moments(x, mask, group, size, process_group)
-    # Entries that are all equal are zeros, and an infinite divisor makes their gradient 0.
-    standardized = (centred / torch.where(std == 0, math.inf, std + eps)).to(result_dtype(x))
+    standardized = (centred / _divisor(std, eps)).to(result_dtype(x))
     return standardized if mask is None else torch.where(mask, standardized, 0)
+
+
+def _divisor(std: torch.Tensor, eps: float) -> torch.Tensor:
+    """Entries that are all equal are zeros, and an infinite divisor makes their gradient 0."""
+    return torch.where(std == 0, math.inf, std + eps)
+
+
+class _Standardized(torch.autograd.Function):
+    """Records a result of the kernel, which has another kernel for the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, mask: torch.Tensor | None, eps: float, found: list[torch.Tensor]
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, None if mask is None else _context.saveable(mask))
+        ctx.eps = eps
+        return found[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        x, mask = ctx.saved_tensors
+        found = None
+        if _context.is_eager() and not torch.is_grad_enabled():
+            found = _C.standardize_gradient(x, mask, ctx.eps, gradient)
+        return _gradient(x, mask, ctx.eps, gradient) if found is None else found, None, None, None
+
+
+def _gradient(x: torch.Tensor, mask: torch.Tensor | None, eps: float, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient of `x` in operations that autograd records. With u = (x - mean) / std::
+
+    (g - mean g - u std / (std + eps) mean(g u)) / (std + eps)
+    """
+    centred, std = _moments(x, mask, "", 1, None)
+    divisor = _divisor(std, eps)
+    g = gradient.to(centred.dtype)
+    if mask is None:
+        u, count = centred / torch.where(std == 0, 1, std), torch.full_like(std, x.numel())
+    else:
+        g, u = torch.where(mask, g, 0), torch.where(mask, centred, 0) / torch.where(std == 0, 1, std)
+        count = mask.sum().clamp(min=1)
+    result = (g - g.sum() / count - u * (std / divisor) * ((g * u).sum() / count)) / divisor
+    return (result if mask is None else torch.where(mask, result, 0)).to(x.dtype)
 
 
 def _moments(
@@ -85,40 +134,47 @@ def _moments(
     `GradientTracer` would report the cuts.
     """
     wide = _context.widest(x.device)
-    if mask is None or x.numel() == 0:
-        first, count = x.flatten()[:1], torch.full((), float(x.numel()), dtype=wide, device=x.device)
+    entries = x.to(wide)
+    count: int | torch.Tensor = x.numel()
+    if mask is None:
+        first, divisor = entries.flatten()[0], count
+        deviations = entries - first
     else:
         # An index with a dimension, because the host would read an index without one.
         found = mask.flatten().to(torch.uint8).argmax(0, keepdim=True)
-        first, count = x.flatten().gather(0, found), mask.sum().to(wide)
-    first = first.to(wide).sum()
-    entries = x.to(wide)
-    deviations = (entries if mask is None else torch.where(mask, entries, first)) - first
-    mean = deviations.sum() / count.clamp(min=1)
+        first, count = entries.flatten().gather(0, found).view(()), mask.sum()
+        deviations, divisor = torch.where(mask, entries - first, 0), count.clamp(min=1)
+    mean = deviations.sum() / divisor
     centred = deviations - mean
     counted = centred if mask is None else torch.where(mask, centred, 0)
-    std = _root_mean_square(counted, None, count, is_safe=x.dtype != wide)
+    std = _root_mean_square(counted, None, divisor, is_safe=x.dtype != wide)
     if group:
-        counts, firsts, means, stds = _columns(torch.stack([count, first, mean, std]), group, size, process_group)
+        number = count.to(wide) if isinstance(count, torch.Tensor) else torch.full_like(mean, count)
+        counts, firsts, means, stds = _columns(torch.stack([number, first, mean, std]), group, size, process_group)
         offsets = torch.where(counts > 0, firsts - first + means, 0)
-        mean = (counts * offsets).sum() / counts.sum().clamp(min=1)
+        total = counts.sum().clamp(min=1)
+        mean = (counts * offsets).sum() / total
         centred = deviations - mean
         spread = torch.cat([stds, offsets - mean])
-        std = _root_mean_square(spread, torch.cat([counts, counts]), counts.sum(), is_safe=False)
+        std = _root_mean_square(spread, torch.cat([counts, counts]), total, is_safe=False)
     return centred, std
 
 
-def _root_mean_square(x: torch.Tensor, times: torch.Tensor | None, count: torch.Tensor, is_safe: bool) -> torch.Tensor:
+def _root_mean_square(
+    x: torch.Tensor, times: torch.Tensor | None, count: int | torch.Tensor, is_safe: bool
+) -> torch.Tensor:
     """√(Σ times x² / count), with a gradient of 0 where it is 0. Unless squares can neither overflow nor
     underflow, the numbers are divided by the largest first."""
-    unit: torch.Tensor | float = 1.0
-    if not is_safe and x.numel() > 0:
+    unit: torch.Tensor | None = None
+    if not is_safe:
         largest = x.abs().amax()
         unit = torch.where(largest == 0, 1, largest)
         x = x / unit
-    squares = x**2 if times is None else times * x**2
-    mean = squares.sum() / count.clamp(min=1)
-    return torch.where(mean == 0, 0, unit * torch.where(mean == 0, 1, mean).sqrt())
+    squares = x * x if times is None else times * x * x
+    mean = squares.sum() / count
+    is_zero = mean == 0
+    root = torch.where(is_zero, 1, mean).sqrt()
+    return torch.where(is_zero, 0, root if unit is None else unit * root)
 
 
 def _columns(own: torch.Tensor, group: str, size: int, process_group: Any) -> Any:
@@ -126,6 +182,12 @@ def _columns(own: torch.Tensor, group: str, size: int, process_group: Any) -> An
     rows = gathered("standardize", own.detach()[None], group, size)
     rank = process_group.rank()
     return torch.cat([rows[:rank], own[None], rows[rank + 1 :]]).unbind(1)
+
+
+def _counts(returns: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """True for finite, unmasked entries."""
+    is_finite = returns.abs() < math.inf  # `isfinite` takes four operations
+    return is_finite if mask is None else is_finite & mask
 
 
 class ReturnScale(ModuleWithNumbers):
@@ -236,17 +298,23 @@ class ReturnScale(ModuleWithNumbers):
         return self.running_percentiles / torch.where(self.num_updates == 0, 1, weight)
 
     def _update(self, returns: torch.Tensor, mask: torch.Tensor | None) -> None:
-        counts = returns.isfinite() if mask is None else returns.isfinite() & mask
-        entries = torch.where(counts, returns, math.inf).flatten()
-        if self._group[0]:
+        running, in_group = self.running_percentiles, bool(self._group[0])
+        if not in_group and _context.is_eager() and (found := _C.percentiles(returns, mask, self.low, self.high)):
+            if found[0] is not None:
+                running.mul_(self.decay).add_(found[0], alpha=1 - self.decay)
+                self.num_updates.add_(1)
+            return
+        # Entries that do not count are inf, and at the end after sorting.
+        entries = torch.where(_counts(returns, mask), returns, math.inf).flatten()
+        if in_group:
             entries = gathered("ReturnScale", entries, *self._group)
-        running = self.running_percentiles
-        entries = entries.sort().values.to(running.dtype)  # what does not count is at the end
-        last = entries.isfinite().sum() - 1
+        entries = entries.sort().values.to(running.dtype)
+        last = (entries < math.inf).sum() - 1
         place = last.clamp(min=0).to(running.dtype)
         places = torch.stack([place * self.low, place * self.high])
-        below, above = entries.gather(0, places.floor().long()), entries.gather(0, places.ceil().long())
-        share = places - places.floor()
+        floors = places.floor()
+        below, above = entries.gather(0, floors.long()), entries.gather(0, places.ceil().long())
+        share = places - floors
         percentiles = (1 - share) * below + share * above
         updated = self.decay * running + (1 - self.decay) * percentiles
         running.copy_(torch.where(last < 0, running, updated))

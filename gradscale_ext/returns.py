@@ -29,7 +29,6 @@ Tensor = torch.Tensor
 
 
 _FORMULAS = {function: formula for formula, function in enumerate(FUNCTIONS)}
-_NO_LIMITS = (None, None, None)
 
 
 def _results(
@@ -45,16 +44,15 @@ def _results(
     batch_first: Any,
     *,
     ratios: Any = None,
-    clips: dict[str, Any] | None = None,
+    clips: tuple[Any, Any, Any] = (None, None, None),
     n: Any = None,
 ) -> Sequence[Tensor]:
     """Compute the results. Eager calls go straight to C++; other calls, and unusual arguments, are checked in Python
     first."""
     flags = (terminated, truncated, mask)
     if _context.is_eager():
-        limits = (*clips.values(), None, None)[:3] if clips else _NO_LIMITS
         results = _C.returns(
-            _FORMULAS[function], rewards, values, next_values, ratios, discount, lambda_, *flags, limits, n, batch_first
+            _FORMULAS[function], rewards, values, next_values, ratios, discount, lambda_, *flags, clips, n, batch_first
         )
         if results is not None:
             return results
@@ -328,7 +326,7 @@ def vtrace(
         mask,
         batch_first,
         ratios=ratios,
-        clips={"clip_rho": clip_rho, "clip_c": clip_c, "clip_pg_rho": clip_pg_rho},
+        clips=(clip_rho, clip_c, clip_pg_rho),
     )
     return VTrace(*results)
 
@@ -387,7 +385,7 @@ def retrace(
         mask,
         batch_first,
         ratios=ratios,
-        clips={"clip_c": clip_c},
+        clips=(clip_c, None, None),
     )
     return results[0]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -150,6 +151,22 @@ class Tape(TorchDispatchMode):
         self.calls = []
 
 
+def ask_for_capturable(optimizer: torch.optim.Optimizer) -> None:
+    """What PyTorch's optimizers check on a GPU. On a CPU only fused ones can have `capturable`."""
+    if not all(group["capturable"] for group in optimizer.param_groups if group.get("fused")):
+        name = type(optimizer).__name__
+        raise RuntimeError(f"Attempting CUDA graph capture of step() for an instance of {name}, not capturable")
+
+
+@contextlib.contextmanager
+def asking_for_capturable() -> Iterator[None]:
+    with contextlib.ExitStack() as changed:
+        for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
+            if hasattr(torch.optim.Optimizer, name):
+                changed.enter_context(mock.patch.object(torch.optim.Optimizer, name, ask_for_capturable))
+        yield
+
+
 class TapeGraphs:
     """`gradscale_ext.capture.graphs.Graphs` with tapes."""
 
@@ -162,7 +179,7 @@ class TapeGraphs:
         tape = Tape()
         states = [(generator, generator.get_state()) for generator in (torch.default_generator, *generators)]
         try:
-            with _context.showing_operators(), PythonReads(tape), tape:
+            with _context.showing_operators(), PythonReads(tape), asking_for_capturable(), tape:
                 result = call()
         finally:
             tape.undo()

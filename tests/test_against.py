@@ -15,7 +15,10 @@ from types import SimpleNamespace
 
 import numpy
 import pytest
+import tape
 import torch
+
+from gradscale_ext.capture import graphs
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -117,6 +120,19 @@ def test_gradient_of_the_loss_alone():
     assert lockstep.difference_alone(learner(1.5), learner(1.0)) == pytest.approx(0.5)
 
 
+class Folder:
+    """In place of a checkout."""
+
+    def commit(self):
+        return "0000000"
+
+    def importable(self):
+        return contextlib.nullcontext()
+
+    def lines_of(self, edit):
+        return 1, 2
+
+
 def test_the_diagnosis_of_the_projects_own_step(monkeypatch, tmp_path, capsys):
     """With --diagnose, the step is not compared, and what a CUDA graph would get wrong is printed."""
     own = learner()
@@ -125,17 +141,11 @@ def test_the_diagnosis_of_the_projects_own_step(monkeypatch, tmp_path, capsys):
         own.step(data)
         return {"loss": own.weights()[0].item()}
 
-    class Folder:
-        def commit(self):
-            return "0000000"
-
-        def importable(self):
-            return contextlib.nullcontext()
-
     project = SimpleNamespace(
         name="a project",
         commit="0000000",
         sides=lambda checkout: (lockstep.Side(step, own.optimizers, own.loss), None),
+        captured=None,
         batch=lambda seed: seed,
     )
     monkeypatch.setattr(against, "project_of", lambda name: project)
@@ -154,6 +164,132 @@ def test_a_step_without_an_update():
     idle = learner()
     with pytest.raises(ValueError, match="not stepped"):
         lockstep.differences(lockstep.Side(lambda _: {}, idle.optimizers, idle.loss), learner(), [None])
+
+
+# ---- Captured steps --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tapes(monkeypatch):
+    """The stand-ins for CUDA graphs that captured steps make."""
+    made = []
+
+    class Graphs(tape.TapeGraphs):
+        def capture(self, *arguments):
+            graph, result = super().capture(*arguments)
+            made.append(graph)
+            return graph, result
+
+    monkeypatch.setattr(graphs, "graphs_of", lambda device: Graphs())
+    return made
+
+
+def learner_of_numbers(slope=1.0):
+    """Gradient descent with momentum on `slope * x * w`, where x is prepared from a number outside of the step."""
+    own = learner(rate=0.1)
+    (optimizer,), (weight,) = own.optimizers, own.optimizers[0].param_groups[0]["params"]
+    optimizer.param_groups[0]["momentum"] = 0.5
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = slope * x * weight
+        loss.backward()
+        optimizer.step()
+        return {"loss": loss, "drawn": torch.rand(3)}
+
+    return lockstep.Side(step, [optimizer], own.loss, prepare=lambda number: (torch.tensor(1.0 + number),))
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_captured_steps(together, tapes):
+    """Replays report the gradients, weights and random numbers of eager steps, each of its own batch.
+
+    Weights and optimizers' states are copied into the tensors that the graph has captured: one graph suffices.
+    """
+    equal, other = (
+        lockstep.differences(learner_of_numbers(slope), learner_of_numbers(), range(9), together, captured=True)
+        for slope in (1.0, 1.5)
+    )
+    assert equal == {"gradients": 0, "weights": 0, "loss": 0, "drawn": 0}
+    assert other == lockstep.differences(learner_of_numbers(1.5), learner_of_numbers(), range(9), together)
+    assert other["gradients"] == pytest.approx(0.5)
+    assert [graph.replays for graph in tapes] == [6, 6]
+
+
+def test_plain_calls_of_a_captured_step(tapes):
+    side = learner_of_numbers().plain()
+    assert side.run(1.0)["loss"] == 2
+    assert tapes == []
+
+
+def captured_project(slope):
+    """A project whose own step has the slope 1, and whose captured step has another."""
+    edit = SimpleNamespace(file="a_learner.py", function="update")
+    return SimpleNamespace(
+        **{"name": "tdmpc2", "case": "numbers", "commit": "0000000", "steps": 8, "tolerance": 1e-10},
+        sides=lambda checkout, device: (learner_of_numbers(), learner_of_numbers()),
+        captured=lambda checkout, device: learner_of_numbers(slope),
+        batch=float,
+        edits=[edit],
+        capture_edits=[edit],
+    )
+
+
+@pytest.mark.parametrize(("slope", "status"), [(1.0, 0), (1.5, 1)])
+def test_the_command_with_captured_steps(slope, status, monkeypatch, tmp_path, capsys):
+    """On a CPU a stand-in replays the captured step, and is not timed. A wrong step is an error."""
+    before = graphs.graphs_of
+    monkeypatch.setattr(against, "project_of", lambda name: captured_project(slope))
+    monkeypatch.setattr(against, "checked", lambda *arguments: Folder())
+    arguments = ["tdmpc2", tmp_path, "--captured", "--seconds=0", f"--json={tmp_path}/rows.json"]
+    assert run(monkeypatch, *arguments) == status
+    assert graphs.graphs_of is before
+    printed = capsys.readouterr().out
+    assert printed.count("replaced: a_learner.py") == 2
+    assert "captured, plain calls of the same step: 0.0e+00" in printed
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    expected = pytest.approx(slope - 1)
+    assert [row["captured"]["differences"]["gradients"] for row in rows] == [expected, expected]
+    assert [row["differences"]["gradients"] for row in rows] == [0, 0]
+    assert set(rows[-1]["step"]) == {"theirs", "ours"}
+
+
+def test_times_on_a_gpu(tapes, monkeypatch, capsys):
+    """All three learners are timed until the GPU has finished; a CPU with an index takes its place."""
+    device, finished = torch.device("cpu", 0), []
+    monkeypatch.setattr(torch.cuda, "synchronize", finished.append)
+    monkeypatch.setattr(against, "project_of", lambda name: captured_project(1.0))
+    monkeypatch.setattr(against, "checked", lambda *arguments: Folder())
+    arguments = SimpleNamespace(path=None, device=device, captured=True, steps=8, seconds=0.0)
+    rows = against.compare(captured_project(1.0), arguments)
+    assert all(map(against.agrees, rows))
+    assert set(rows[-1]["step"]) == {"theirs", "ours", "captured"}
+    assert finished == [device] * 2 * 3 * (2 + 3)  # before and after each of 3 calls of 2 losses and 3 steps
+    (graph,) = rows[-1]["graphs"]
+    assert graph["launches"] > 0
+    against.report(captured_project(1.0), rows)
+    assert f"graph: {graph['launches']} launches" in capsys.readouterr().out
+
+
+def test_the_diagnosis_of_a_captured_step(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(against, "project_of", lambda name: captured_project(1.0))
+    monkeypatch.setattr(against, "checked", lambda *arguments: Folder())
+    assert run(monkeypatch, "tdmpc2", tmp_path, "--diagnose", "--captured") == 0
+    assert "No findings" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["LightZero", "--captured"], ["all", "--captured"], ["DANN", "--device=cuda"]])
+def test_projects_without_a_captured_step(arguments, monkeypatch, capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        run(monkeypatch, *arguments, tmp_path)
+    assert "take one of these projects: muzero-general, tdmpc2\n" in capsys.readouterr().err
+
+
+def test_no_gpu(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "tdmpc2", tmp_path, "--device=cuda")
+    assert "--device cuda: PyTorch finds no GPU" in capsys.readouterr().err
 
 
 # ---- A checkout ------------------------------------------------------------------------------------------------------

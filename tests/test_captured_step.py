@@ -106,6 +106,75 @@ def test_a_target_network_and_two_optimizers():
     assert bits(state) == bits(reference)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_parameter_without_a_module(set_to_none):
+    """The temperature of SAC, for example, which only its optimizer holds."""
+
+    def make():
+        temperature = torch.tensor([0.5], requires_grad=True)
+        optimizer = torch.optim.SGD([temperature], lr=0.1)
+
+        def step(x, y):
+            optimizer.zero_grad(set_to_none)
+            loss = (temperature.exp() * (x.mean() + y.mean())).sum()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return temperature, optimizer, step
+
+    (temperature, optimizer, step), (reference, _, plain) = make(), make()
+    update = gs.CapturedStep(step, optimizer)
+    got, wanted = captured_calls(update, batches(8)), plain_calls(plain, batches(8))
+    assert bits([got, temperature, temperature.grad]) == bits([[x.detach() for x in wanted], reference, reference.grad])
+    assert len(update.graphs) == 1
+
+
+class Ensemble(torch.nn.Module):
+    """Four linear layers in one vmap call, through a template on the meta device, as in TD-MPC2."""
+
+    def __init__(self):
+        super().__init__()
+        self.template = torch.nn.Linear(6, 3, device="meta")
+        self.weight, self.bias = (torch.nn.Parameter(torch.randn(4, *shape)) for shape in ((3, 6), (3,)))
+        self.cache = {}
+
+    def forward(self, x):
+        def call(weight, bias):
+            self.cache["weight"] = weight  # TensorDicts keep such tensors, too
+            return torch.func.functional_call(self.template, {"weight": weight, "bias": bias}, x)
+
+        return torch.vmap(call)(self.weight, self.bias)
+
+
+def test_tensors_without_contents():
+    """Parameters on the meta device, and tensors that torch.vmap left in a dict, are no state."""
+
+    def make():
+        torch.manual_seed(0)
+        model = Ensemble()
+        optimizer = OPTIMIZERS["adam_fused"](model.parameters())
+
+        def step(x, y):
+            loss = (model(x) - y).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return model, optimizer, step
+
+    (model, optimizer, step), (reference, _, plain) = make(), make()
+    update = gs.CapturedStep(step, model, optimizer)
+    got, wanted = captured_calls(update, batches(8)), plain_calls(plain, batches(8))
+    assert bits(got) == bits([loss.detach() for loss in wanted])
+    for name in ("weight", "bias"):
+        one, other = getattr(model, name), getattr(reference, name)
+        assert bits([one, one.grad]) == bits([other, other.grad])
+    assert len(update.graphs) == 1
+    assert gs.diagnose_capture(step, batches(2), model, optimizer).ok
+
+
 def test_micro_batches_accumulate_in_one_step():
     def make():
         learner = Learner()
@@ -415,20 +484,49 @@ def test_a_number_that_changes_in_a_closure():
     assert "parameter.mul_(1 - 0.01 * decay)" in str(error.value)
 
 
+def test_variables_of_one_name_in_two_closures():
+    """Neither is taken for the other, which would look like a number that the step changes."""
+
+    def scaled_by(factor):
+        return lambda loss: factor * loss
+
+    def make():
+        learner, factor, twice = Learner(), 3.0, scaled_by(2.0)
+
+        def step(x, y):
+            loss = twice(factor * (learner.model(x) - y).square().mean())
+            learner.optimizer.zero_grad()
+            loss.backward()
+            learner.optimizer.step()
+            return loss
+
+        return learner, step
+
+    (learner, step), (reference, plain) = make(), make()
+    assert_same(learner, gs.CapturedStep(step, *learner.state()), reference, plain, batches(8))
+
+
 def test_numbers_of_an_object_that_the_step_changes_are_named():
+    """Also a number in a list that the step replaces."""
+
     class Agent:
         def __init__(self):
-            self.learner, self.updates = Learner(), 0
+            self.learner, self.updates, self.counts = Learner(), 0, [0]
 
         def update(self, x, y):
             self.updates += 1
+            self.counts = [self.counts[0] + 1]
             return self.learner.step(x, y)
 
     agent = Agent()
     update = gs.CapturedStep(agent.update, *agent.learner.state())
-    with pytest.warns(UserWarning, match=r"the step changes self\.updates \(3, then 4\)") as caught:
+    with pytest.warns(UserWarning, match=r"the step changes self\.\w+") as caught:
         captured_calls(update, batches(8))
-    assert len([one for one in caught if "self.updates" in str(one.message)]) == 1
+    names = [str(one.message).partition(", which")[0] for one in caught]
+    assert sorted(names) == [
+        "CapturedStep: the step changes self.counts[0] (3, then 4)",
+        "CapturedStep: the step changes self.updates (3, then 4)",
+    ]
 
 
 def test_results_belong_to_the_caller():

@@ -172,7 +172,7 @@ def test_the_compiled_implementation(monkeypatch, graphs):
 
 
 @pytest.mark.parametrize("dynamic", [True, None])
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("function", ["operator", pytest.param("reference", marks=pytest.mark.slow)])
 def test_inductor(function, dynamic, graphs):
     """Short heads, because Inductor compiles each of their loops. All other tests use AOTAutograd without Inductor."""
     graphs = CompileCounterWithBackend("inductor")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
@@ -63,6 +64,20 @@ class RejectReads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def standardized(x: Tensor, **options: Any) -> Tensor:
+    """Standardize by the kernel, and compare with plain PyTorch, which a dispatch mode must see."""
+    found = gs.standardize(x, **options)
+    with RejectReads():
+        plain = gs.standardize(x, **options)
+    tolerance = 2e-7 if found.dtype == torch.float32 else 1e-13
+    torch.testing.assert_close(found, plain, rtol=tolerance, atol=1e-15, equal_nan=True)
+    return found
+
+
+class Named(Tensor):
+    """A subclass that PyTorch's functions keep."""
+
+
 def graphs_of(function: Callable[..., Any], calls: list[tuple[Any, ...]]) -> int:
     """Compile, compare every call with eager mode, and return the number of graphs."""
     torch._dynamo.reset()
@@ -84,7 +99,7 @@ def test_standardized_by_definition(shape, eps):
     for given, constant in zip((mask, None), is_constant, strict=True):
         wanted = torch.zeros_like(x) if constant else by_definition(x, given, eps)
         for value in (0.0, NAN, INF):
-            found = gs.standardize(x if given is None else spoilt(x, mask, value), mask=given, eps=eps)
+            found = standardized(x if given is None else spoilt(x, mask, value), mask=given, eps=eps)
             assert found.is_contiguous()
             torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
             assert given is None or (found[~mask] == 0).all()
@@ -98,13 +113,13 @@ def test_dtypes_and_views(dtype):
     assert negated.is_neg()
     for given in (x, wide, negated, x.t().contiguous().t()):
         for chosen in (None, mask, wide_mask):
-            found = gs.standardize(given, mask=chosen)
+            found = standardized(given, mask=chosen)
             assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
             torch.testing.assert_close(found.double(), by_definition(x, chosen), rtol=2e-7, atol=1e-7)
     rows = torch.tensor([[1.0], [3.0]], dtype=dtype).expand(2, 3)
-    assert gs.standardize(rows, eps=0).tolist() == [[-1.0] * 3, [1.0] * 3]
+    assert standardized(rows, eps=0).tolist() == [[-1.0] * 3, [1.0] * 3]
     columns = torch.tensor([True, False, True]).expand(2, 3)
-    assert gs.standardize(rows, mask=columns, eps=0).tolist() == [
+    assert standardized(rows, mask=columns, eps=0).tolist() == [
         [-1.0, 0.0, -1.0],
         [1.0, 0.0, 1.0],
     ]
@@ -114,13 +129,29 @@ def test_large_advantages_keep_their_digits():
     """1e6 ± 1 in float32, whose squares float32 cannot add; and far larger numbers in float64."""
     x = 1e6 + torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0])
     wanted = by_definition(x)
-    torch.testing.assert_close(gs.standardize(x).double(), wanted, rtol=1e-7, atol=1e-7)
-    torch.testing.assert_close(gs.standardize(x.double()), wanted, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(standardized(x).double(), wanted, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(standardized(x.double()), wanted, rtol=1e-13, atol=1e-13)
     for factor in (1e300, 1e-300, 1e30, 1e-30):
-        scaled = gs.standardize((x - 1e6).double() * factor, eps=0)
+        scaled = standardized((x - 1e6).double() * factor, eps=0)
         torch.testing.assert_close(scaled, wanted, rtol=1e-7, atol=1e-7)
     half = torch.tensor([60000.0, -60000.0, 0.0], dtype=torch.float16)
-    torch.testing.assert_close(gs.standardize(half).double(), by_definition(half), rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(standardized(half).double(), by_definition(half), rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_many_entries(dtype):
+    """Sums are computed in parts, in an order that does not depend on the number of threads."""
+    x = (torch.randn(100_003, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3 + 2).to(dtype)
+    mask = torch.arange(100_003) % 7 > 2
+    mask[:20_000] = False
+    for chosen in (None, mask):
+        found = gs.standardize(x, mask=chosen)
+        tolerance = 1e-12 if dtype == torch.float64 else 2e-7
+        torch.testing.assert_close(found.double(), by_definition(x, chosen), rtol=tolerance, atol=tolerance)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(threads + 1)
+        assert torch.equal(gs.standardize(x, mask=chosen), found)
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("value", [0.1, 0.0, 1e30, -7.25])
@@ -154,7 +185,7 @@ def test_nan_reaches_every_unmasked_entry():
     x, mask = data()
     for value in (NAN, INF):
         x[4, 3] = value
-        found = gs.standardize(x, mask=mask)
+        found = standardized(x, mask=mask)
         assert found[mask].isnan().all()
         assert (found[~mask] == 0).all()
 
@@ -180,6 +211,13 @@ def test_gradients(masked):
     if masked:
         assert (first[~mask] == 0).all()
 
+    (by_kernel,) = torch.autograd.grad(gs.standardize(leaf, mask=mask, eps=0.1), leaf, g)
+    torch.testing.assert_close(by_kernel, wanted.detach(), rtol=1e-12, atol=1e-12)
+    (batched,) = torch.autograd.grad(
+        gs.standardize(leaf, mask=mask, eps=0.1), leaf, torch.stack([g, h]), is_grads_batched=True
+    )
+    torch.testing.assert_close(batched[0], wanted.detach(), rtol=1e-12, atol=1e-12)
+
     tangent = torch.func.jvp(lambda x: gs.standardize(x, mask=mask, eps=0.1), (x,), (h,))[1]
     torch.testing.assert_close((tangent * g).sum(), (wanted * h).sum(), rtol=1e-12, atol=1e-12)
     with forward_ad.dual_level():
@@ -187,6 +225,47 @@ def test_gradients(masked):
         torch.testing.assert_close(dual.tangent, tangent, rtol=1e-12, atol=1e-12)
     by_func = torch.func.grad(lambda x: (gs.standardize(x, mask=mask, eps=0.1) * g).sum())(x)
     torch.testing.assert_close(by_func, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("eps", [1e-8, 0.0])
+def test_gradients_of_the_kernel(dtype, eps):
+    """Against plain PyTorch in float64: large entries, several parts, views, NaN in masked entries and gradients."""
+    generator = torch.Generator().manual_seed(0)
+    for shape, offset, factor in (((40, 700), 0.0, 1.0), ((5, 4), 1e4, 1.0), ((5, 4), 0.0, 1e300), ((6,), 0.0, 1e-300)):
+        x = ((torch.randn(shape, generator=generator, dtype=torch.float64) + offset) * factor).to(dtype)
+        if not x.isfinite().all() or (x == x.flatten()[0]).all():
+            continue  # a range beyond the dtype
+        g = torch.randn(shape, generator=generator, dtype=torch.float64)
+        mask = torch.rand(shape, generator=generator) < 0.7
+        mask.view(-1)[:2] = True
+        for chosen in (None, mask):
+            given = x if chosen is None else spoilt(x, mask, NAN)
+            truth = x.double().requires_grad_()
+            with RejectReads():
+                wide = gs.standardize(truth, mask=chosen, eps=eps)
+            (wanted,) = torch.autograd.grad(wide, truth, g)
+            leaf = given.repeat_interleave(2, -1)[..., ::2].requires_grad_()
+            found = gs.standardize(leaf, mask=chosen, eps=eps)
+            upstream = (g if chosen is None else spoilt(g, mask, NAN)).to(found.dtype)
+            (gradient,) = torch.autograd.grad(found, leaf, upstream)
+            assert gradient.dtype == dtype
+            atol = wanted.abs().max().item() * (1e-11 if dtype == torch.float64 else 1e-6)
+            eps_of_dtype = torch.finfo(dtype).eps
+            torch.testing.assert_close(gradient.double(), wanted.to(dtype).double(), rtol=eps_of_dtype, atol=atol)
+
+
+def test_a_gradient_after_a_change_in_place_raises():
+    leaf = torch.randn(5).requires_grad_()
+    x = leaf * 1
+    found = gs.standardize(x)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.sum().backward()
+    with torch.inference_mode():
+        mask = torch.ones(5, dtype=torch.bool)
+    gs.standardize(leaf, mask=mask).square().sum().backward()
+    assert leaf.grad.abs().max() < 1e-5  # the sum of squares is a constant
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -267,6 +346,7 @@ def test_standardize_in_contexts():
         gs.standardize(x)
     meta = gs.standardize(x.to("meta"), mask=mask.to("meta"))
     assert meta.shape == x.shape
+    assert type(gs.standardize(full.as_subclass(Named))) is Named
 
 
 def test_standardize_without_float64(monkeypatch):
@@ -329,6 +409,7 @@ def scale_calls(dtype: torch.dtype = torch.float64) -> list[tuple[Tensor, Tensor
     return calls
 
 
+@pytest.mark.parametrize("context", [contextlib.nullcontext, RejectReads])  # a kernel, and plain PyTorch
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(
     "options",
@@ -341,13 +422,14 @@ def scale_calls(dtype: torch.dtype = torch.float64) -> list[tuple[Tensor, Tensor
         {"low": 0.31, "high": 0.4, "decay": 0.7, "minimum": 1e-3},
     ],
 )
-def test_running_percentiles(options, dtype):
+def test_running_percentiles(options, dtype, context):
     module = gs.ReturnScale(**options)
     assert (float(module.scale), float(module.offset)) == (float(torch.tensor(options.get("minimum", 1.0))), 0.0)
     calls = scale_calls(dtype)
     seen = []
     for (returns, mask), (scale, offset) in zip(calls, running_scales(calls, **options), strict=True):
-        found = module(returns, mask)
+        with context():
+            found = module(returns, mask)
         seen.append((found, float(found)))
         assert not found.requires_grad
         for result, wanted in ((found, scale), (module.scale, scale), (module.offset, offset)):

@@ -652,6 +652,20 @@ def test_masked_entries_are_not_read(function, steps):
     assert_same(runs[1], runs[0])
 
 
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("steps", [5, 32])
+def test_many_short_rows(function, steps):
+    data = random_data(6, 2200, steps)  # on a GPU, a warp computes several rows
+    names = inputs_of(function)
+    found = []
+    for module in (gs, gs.reference):
+        leaves = [data[name].clone().requires_grad_() for name in names]
+        results = call(function, data | dict(zip(names, leaves, strict=True)), module)
+        weights = [torch.linspace(0.5, 2, result.numel(), dtype=torch.float64).view_as(result) for result in results]
+        found.append((*results, *torch.autograd.grad(results, leaves, weights)))
+    assert_same(*found, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("steps", [40_000, 135_000])  # of 1024 steps a chunk on a GPU, and 128 chunks a group
 @pytest.mark.parametrize("with_infinity", [False, True])
 def test_long_rows_of_many_chunks_are_the_same_from_call_to_call(steps, with_infinity):

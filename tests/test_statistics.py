@@ -6,9 +6,11 @@ import itertools
 import json
 import math
 import warnings
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -388,6 +390,66 @@ def test_a_gradient_shared_by_two_parameters_is_scaled_once():
     a.grad = b.grad = shared
     gs.clip_gradients_([a, b], 1.0)
     torch.testing.assert_close(shared, torch.tensor([3.0, 4.0]) / math.sqrt(50))
+
+
+class Named(torch.Tensor):
+    """A subclass that PyTorch's functions keep."""
+
+
+def _parameters_of_many_kinds() -> list[torch.Tensor]:
+    gradients = [
+        numbers((6, 4), 0),
+        None,
+        numbers(3, 1, torch.float16),
+        torch.complex(numbers(4, 2), numbers(4, 3)).conj(),
+        torch.sparse_coo_tensor([[1, 3]], numbers((2, 2), 4), (5, 2)),
+        torch.zeros(0),
+    ]
+    parameters = []
+    for gradient in gradients:
+        parameters.append(torch.nn.Parameter(torch.zeros(2) if gradient is None else gradient.to_dense().clone()))
+        parameters[-1].grad = gradient
+    shared = torch.zeros(6, 4)
+    shared.grad = parameters[0].grad
+    return [*parameters, shared]
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e9, torch.tensor(0.5)])
+def test_clipping_in_one_step_and_in_passes(max_norm):
+    """The usual call is one step in C++; other calls are passes with steps of Python in between."""
+
+    def clipped(parameters: list[torch.Tensor], given: Any, **options: Any) -> tuple[Any, ...]:
+        statistics = gs.clip_gradients_(given, max_norm, **options)
+        gradients = [None if p.grad is None else p.grad.to_dense().resolve_conj().tolist() for p in parameters]
+        return gradients, statistics.names, statistics.clipping.tolist(), statistics.to_dict()
+
+    def run(change: Callable[[list[torch.Tensor]], Any] = list, **options: Any) -> tuple[Any, ...]:
+        parameters = _parameters_of_many_kinds()
+        return clipped(parameters, change(parameters), **options)
+
+    wanted = run()
+    assert wanted == run(nonfinite="error")
+    assert wanted == run(nonfinite="skip")
+    assert wanted == run(lambda parameters: [*parameters, parameters[2], parameters[0]])
+    assert wanted[0] == run(lambda parameters: [*parameters[:-1], _with_gradient_of(parameters[-1])])[0]
+    watched = _parameters_of_many_kinds()
+    with gs.GradientMonitor(torch.nn.ParameterList(watched[:-1]), torch.optim.SGD(watched[:-1], 0.1)):
+        assert wanted == clipped(watched, watched)
+
+
+def _with_gradient_of(parameter: torch.Tensor) -> torch.Tensor:
+    subclass = parameter.detach().as_subclass(Named)
+    subclass.grad = parameter.grad
+    return subclass
+
+
+def test_a_tensor_that_is_no_leaf_has_no_gradient_and_pytorch_says_so():
+    leaf = torch.ones(2, requires_grad=True)
+    result = leaf * 2
+    result.sum().backward()
+    with pytest.warns(UserWarning, match="not a leaf Tensor"):
+        statistics = gs.clip_gradients_([leaf, result], 0.1)
+    assert statistics.missing.tolist() == [False, True]
 
 
 def test_gradients_of_any_layout():

@@ -61,14 +61,14 @@ class Reader {
   // A tensor of an accepted dtype, with `more` additional steps, or with one element per row if `more` is kPerRow;
   // undefined if None is given.
   at::Tensor tensor(py::handle given, bool (*accepts)(at::ScalarType), int64_t more = 0) {
-    const at::Tensor tensor = ordinary(given);
+    at::Tensor tensor = ordinary(given);
     require(!tensor.defined() || (accepts(tensor.scalar_type()) && has_shape(tensor, more)));
     return tensor;
   }
 
   // Values that the function does not read: of the states, or of all observations.
   at::Tensor unread_values(py::handle given) {
-    const at::Tensor tensor = ordinary(given);
+    at::Tensor tensor = ordinary(given);
     require(!tensor.defined() || (has_element(tensor) && (has_shape(tensor, 0) || has_shape(tensor, 1))));
     return tensor;
   }
@@ -87,7 +87,7 @@ class Reader {
       require(low <= number && number <= 1);
       return {};
     }
-    const at::Tensor tensor = constant(ordinary(given, /*may_be_cpu_scalar=*/true));
+    at::Tensor tensor = constant(ordinary(given, /*may_be_cpu_scalar=*/true));
     if (tensor.defined()) {
       const int64_t num_steps = per_step ? steps : 1;
       const int64_t sizes[2] = {is_batch_first ? rows : num_steps, is_batch_first ? num_steps : rows};
@@ -155,7 +155,7 @@ class Reader {
     }
     const at::Tensor& lazy = THPVariable_Unpack(given.ptr());
     require(is_readable(lazy));
-    const at::Tensor tensor = usual && lazy.is_neg() ? lazy.resolve_neg() : lazy;
+    at::Tensor tensor = usual && lazy.is_neg() ? lazy.resolve_neg() : lazy;
     require(!has_tangent(tensor) || has_only_keys(tensor._fw_grad(/*level=*/0), {}));
     require(tensor.device() == device || (may_be_cpu_scalar && tensor.dim() == 0 && tensor.is_cpu()));
     return tensor;
@@ -272,9 +272,84 @@ Results muzero_targets_in_eager_mode(
   return results.empty() ? Results() : results;
 }
 
+// Numbers of any shape, and a mask, both contiguous and on the CPU. Nothing if they are unusual or wrong, and Python
+// has to handle the call.
+struct NumbersAndMask {
+  at::Tensor numbers;
+  at::Tensor mask; // undefined if None is given
+};
+
+bool is_plain_on_cpu(py::handle given) {
+  if (!THPVariable_CheckExact(given.ptr())) {
+    return false;
+  }
+  const at::Tensor& tensor = THPVariable_Unpack(given.ptr());
+  return tensor.is_cpu() && ordinary_tensor(tensor);
+}
+
+std::optional<NumbersAndMask> numbers_and_mask(py::handle numbers, py::handle mask) {
+  if (!ordinary_or_inference_context() || !is_plain_on_cpu(numbers) || !(mask.is_none() || is_plain_on_cpu(mask))) {
+    return std::nullopt;
+  }
+  const at::Tensor& x = THPVariable_Unpack(numbers.ptr());
+  if (!has_element(x)) {
+    return std::nullopt;
+  }
+  const at::NoGradGuard no_grad;
+  if (mask.is_none()) {
+    return NumbersAndMask{x.contiguous(), {}};
+  }
+  const at::Tensor& flags = THPVariable_Unpack(mask.ptr());
+  if (!is_bool(flags.scalar_type()) || flags.sizes() != x.sizes()) {
+    return std::nullopt;
+  }
+  return NumbersAndMask{x.contiguous(), flags.contiguous()};
+}
+
+std::optional<at::Tensor> standardize_in_eager_mode(py::handle x, py::handle mask, double eps) {
+  const std::optional<NumbersAndMask> given = numbers_and_mask(x, mask);
+  if (!given) {
+    return std::nullopt;
+  }
+  const py::gil_scoped_release no_gil;
+  return standardize(given->numbers, given->mask, eps);
+}
+
+std::optional<at::Tensor> standardize_gradient_in_eager_mode(
+    py::handle x, py::handle mask, double eps, py::handle gradient) {
+  const std::optional<NumbersAndMask> given = numbers_and_mask(x, mask);
+  if (!given || !is_plain_on_cpu(gradient)) {
+    return std::nullopt;
+  }
+  const at::Tensor& tensor = THPVariable_Unpack(gradient.ptr());
+  const at::ScalarType dtype = given->numbers.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  if (tensor.scalar_type() != dtype || tensor.sizes() != given->numbers.sizes()) {
+    return std::nullopt;
+  }
+  const py::gil_scoped_release no_gil;
+  return standardize_gradient(given->numbers, given->mask, eps, tensor.contiguous());
+}
+
+// A tuple of the percentiles, or of None if no entry counts; None if Python has to handle the call.
+py::object percentiles_in_eager_mode(py::handle x, py::handle mask, double low, double high) {
+  const std::optional<NumbersAndMask> given = numbers_and_mask(x, mask);
+  if (!given) {
+    return py::none();
+  }
+  at::Tensor found;
+  {
+    const py::gil_scoped_release no_gil;
+    found = percentiles(given->numbers, given->mask, low, high);
+  }
+  return py::make_tuple(found.defined() ? py::cast(found) : py::none());
+}
+
 } // namespace
 
 void define_returns(py::module_& m) {
+  m.def("standardize", &standardize_in_eager_mode);
+  m.def("standardize_gradient", &standardize_gradient_in_eager_mode);
+  m.def("percentiles", &percentiles_in_eager_mode);
   m.def("returns", &returns_in_eager_mode);
   m.def("muzero_targets", &muzero_targets_in_eager_mode);
 }

@@ -4,6 +4,9 @@
 // sectors are read. The map of a step is y -> a + b y, and the maps of the lanes are composed in five shuffles. A warp
 // loads kAhead x 32 steps before it uses the first.
 //
+// recur_short, for many trajectories [B, T] of at most 32 steps: a warp owns kAhead rows, and loads them before it uses
+// the first.
+//
 // recur_across, for trajectories [T, B]: neighbouring threads own neighbouring rows. A block owns 32 rows, and each of
 // its warps owns kAhead steps of them at a time. The maps of the warps are composed through shared memory.
 //
@@ -329,6 +332,38 @@ recur_along(GRADSCALE_ARGUMENT(ReturnsCall) call) {
       walk_along<true>(row, begin, rounds, lane, carry);
     } else {
       walk_along<false>(row, begin, rounds, lane, carry);
+    }
+  }
+}
+
+template <class A, class F, Layout layout, unsigned given>
+GRADSCALE_KERNEL(kThreads, 2)
+recur_short(GRADSCALE_ARGUMENT(ReturnsCall) call) {
+  using L = OneLane<A>;
+  using OwnRow = Row<A, F, layout, given>;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int64_t first = (static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarpSize) * kAhead;
+  Transition<L> steps[kAhead];
+#pragma unroll
+  for (int k = 0; k < kAhead; ++k) {
+    if (first + k < call.rows) {
+      steps[k] = OwnRow(call, first + k).template read<false>(lane);
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kAhead; ++k) {
+    if (first + k < call.rows) {
+      const OwnRow row(call, first + k);
+      Transition<L>& s = steps[k];
+      link(s, row.later_in_lanes(s, Later<A>(), lane, lane));
+      const Map<A> map = F::template map<L>(s);
+      const A y = walk_lanes<F>(map, composed_lanes<F>(map, lane), A(0), lane);
+      const A before = kReadsEarlier<F> ? earlier<F>(y, lane, A(0)) : A(0);
+      A out[kOutputs];
+      F::template results<L>(s, y, before, out);
+      if (lane < row.steps) {
+        row.write(lane, out);
+      }
     }
   }
 }

@@ -180,8 +180,12 @@ void launch_returns(ReturnsCall call, bool across, const OnDevice& device) {
     device.launch("returns/long_rows.cuh", instance("recur_chunks", arguments), chunks, kThreads, call);
     return;
   }
-  const std::string name = instance(across ? "recur_across" : "recur_along", arguments);
-  device.launch("returns/recurrences.cuh", name, blocks_for(call.rows, across ? kWarpSize : kWarps), kThreads, call);
+  // Where each multiprocessor has 16 rows or more, waiting for four loads at once outweighs four walks in turn.
+  const bool is_short = !across && call.steps <= kWarpSize && call.rows >= 16 * multiprocessors();
+  const char* kernel = across ? "recur_across" : is_short ? "recur_short" : "recur_along";
+  const int rows_of_block = across ? kWarpSize : is_short ? kWarps * kAhead : kWarps;
+  const int64_t blocks = blocks_for(call.rows, rows_of_block);
+  device.launch("returns/recurrences.cuh", instance(kernel, arguments), blocks, kThreads, call);
 }
 
 // True if the length of a row is from 0 to L, and its targets read at most two players.

@@ -53,6 +53,13 @@ struct Weight {
   bool open = true;
 
   GRADSCALE_HOST_DEVICE void multiply(A discount) {
+#ifdef GRADSCALE_VARIANT
+    // A CPU predicts this branch, and would wait for the selections of product().
+    if (const A product = value * discount; product != 0 && discount != 0) {
+      value = product;
+      return;
+    }
+#endif
     value = OneLane<A>::product(value, discount);
     open = open && discount != 0;
   }

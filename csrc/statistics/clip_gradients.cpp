@@ -32,11 +32,11 @@ struct Target {
 };
 
 Target target_of(const at::Tensor& tensor, bool rows) {
-  at::Tensor elements = tensor.detach();
+  at::Tensor elements = tensor;
   if (elements.layout() == at::kSparse) {
-    elements = elements._values();
+    elements = elements.detach()._values();
   } else if (elements.layout() != at::kStrided) {
-    elements = elements.values();
+    elements = elements.detach().values();
   }
   TORCH_CHECK(
       at::has_internal_overlap(elements) != at::MemOverlap::Yes,
@@ -47,6 +47,7 @@ Target target_of(const at::Tensor& tensor, bool rows) {
       !elements.is_neg() && !elements.is_conj()) {
     return {elements, at::Tensor()};
   }
+  elements = elements.detach();
   at::Tensor memory = elements.resolve_conj().resolve_neg();
   memory = (memory.is_complex() ? memory : with_element(memory)).contiguous();
   return {memory.is_same(elements) ? memory.clone() : memory, elements};
@@ -156,6 +157,8 @@ void launch_scaled_units(
 void clip_units(const std::vector<at::Tensor>& tensors, const at::Tensor& factors, bool rows, bool skip_nonfinite) {
   std::vector<Target> targets; // made before anything is written, because target_of() may raise
   std::vector<UnitRange> ranges;
+  targets.reserve(tensors.size());
+  ranges.reserve(tensors.size());
   const bool is_one_for_all = factors.numel() == 1 && !rows;
   int64_t count = 0;
   for (const at::Tensor& tensor : tensors) {

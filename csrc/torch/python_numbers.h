@@ -10,9 +10,11 @@ namespace gradscale {
 
 // True if a call of Python's C API failed. Clears the error: the checks in Python raise one that names the argument.
 inline bool failed() {
-  const bool raised = PyErr_Occurred() != nullptr;
+  if (PyErr_Occurred() == nullptr) {
+    return false;
+  }
   PyErr_Clear();
-  return raised;
+  return true;
 }
 
 // True for an instance of a class of the module `numbers`. False for a bool, and for an array, although it may be
@@ -26,6 +28,9 @@ inline bool is_real(pybind11::handle given) {
 }
 
 inline std::optional<double> real_number(pybind11::handle given) {
+  if (PyFloat_CheckExact(given.ptr())) {
+    return PyFloat_AS_DOUBLE(given.ptr());
+  }
   if (!is_real(given)) {
     return std::nullopt;
   }

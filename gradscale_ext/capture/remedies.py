@@ -17,7 +17,7 @@ def step_count_remedy(optimizer: torch.optim.Optimizer) -> str:
     """How an optimizer keeps its numbers on the device."""
     kind = type(optimizer).__name__
     if _accepts(optimizer, "fused"):
-        also = "; on a GPU also capturable=True" if _accepts(optimizer, "capturable") else ""
+        also = ", or on a GPU capturable=True" if _accepts(optimizer, "capturable") else ""
         return f"{kind}(..., fused=True), which reads nothing on the host{also}"
     if _accepts(optimizer, "capturable"):
         return f"on a GPU, {kind}(..., capturable=True), which reads nothing on the host"

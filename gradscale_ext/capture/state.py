@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _DICTS = (dict, defaultdict, OrderedDict)
@@ -82,6 +83,8 @@ class State:
             item = left.pop()
             if id(item.value) in seen or item.name != own_names.get(id(item.value), item.name):
                 continue  # what is in another object, too, is named after itself
+            if isinstance(item.value, torch.Tensor) and not _has_contents(item.value):
+                continue
             seen.add(id(item.value))
             if isinstance(item.value, torch.Tensor):
                 names[id(item.value)] = item.name
@@ -116,16 +119,23 @@ class State:
         return [root for root in self.roots.values() if isinstance(root, torch.Generator)]
 
     def named_tensors(self) -> Iterator[Item]:
-        """Parameters and buffers of the modules, and the tensors among the objects."""
+        """Parameters and buffers of the modules, the tensors among the objects, and other parameters of optimizers."""
         seen: set[int] = set()
         for name, module in self.modules():
             for path, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None and id(tensor) not in seen:
+                if tensor is not None and id(tensor) not in seen and _has_contents(tensor):
                     seen.add(id(tensor))
                     yield Item(f"{name}.{path}", tensor)
         for name, root in self.roots.items():
             if isinstance(root, torch.Tensor) and id(root) not in seen:
+                seen.add(id(root))
                 yield Item(name, root)
+        for name, optimizer in self.optimizers().items():
+            for index, group in enumerate(optimizer.param_groups):
+                for place, tensor in enumerate(group["params"]):
+                    if id(tensor) not in seen and _has_contents(tensor):
+                        seen.add(id(tensor))
+                        yield Item(f"{name}.param_groups[{index}]['params'][{place}]", tensor)
 
     def lasting_tensors(self) -> Iterator[Item]:
         """The tensors that are to be the same objects after each step: all but gradients, other attributes of modules,
@@ -148,6 +158,11 @@ class State:
     def save(self, contents: Callable[[torch.Tensor], bool] = lambda tensor: True) -> Snapshot:
         """Copy everything, or of tensors only those contents that are wanted."""
         return Snapshot(list(self.walk()), contents)
+
+
+def _has_contents(tensor: torch.Tensor) -> bool:
+    """False on the meta device, and for what torch.vmap left over, such as parameters in the cache of a TensorDict."""
+    return not (tensor.is_meta or is_functorch_wrapped_tensor(tensor))
 
 
 def _children(item: Item, names: Mapping[int, str]) -> Iterator[Item]:

@@ -344,7 +344,7 @@ class CapturedStep:
         )
         before, around = Before(self._state), Surroundings(self._step, self._state)
         try:
-            with _without_autocast_cache(), rehearsing(self._state) as rehearsals:
+            with _without_autocast_cache(), _capturable(self._state), rehearsing(self._state) as rehearsals:
                 graph, result = self._maker.capture(lambda: self._step(*args, **kwargs), self._state.generators())
             self._check_results(flatten(result, refuse_result)[1])
             for (place, _), tensor, version in zip(places, inputs, versions, strict=True):
@@ -475,6 +475,20 @@ def _without_autocast_cache() -> Iterator[None]:
     finally:
         torch.set_autocast_cache_enabled(enabled)
         torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def _capturable(state: State) -> Iterator[None]:
+    """Let fused optimizers be captured: their step counts are on the device, but PyTorch asks for `capturable`, too."""
+    groups = [group for optimizer in state.optimizers().values() for group in optimizer.param_groups]
+    wanting = [group for group in groups if group.get("fused") and group.get("capturable") is False]
+    for group in wanting:
+        group["capturable"] = True
+    try:
+        yield
+    finally:
+        for group in wanting:
+            group["capturable"] = False
 
 
 def _detached(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -43,15 +44,15 @@ class Surroundings:
         self._step = step
         known = {memory._cdata for _, tensor in state.tensors() if (memory := memory_of(tensor)) is not None}
         self._tensors: dict[int, tuple[str, torch.Tensor, int]] = {}
-        self._numbers: dict[str, Part] = {}
+        self._numbers: dict[tuple[str, int], Part] = {}
         self.places: list[Part] = []
         """Places of tensors and numbers, where another value may be put."""
-        for part in _reachable(step):
+        for place, part in _reachable(step):
             if part.container is not None:
                 self.places.append(part)
             tensor = part.value
             if not isinstance(tensor, torch.Tensor):
-                self._numbers[part.name] = part
+                self._numbers[place] = part
             elif not tensor.is_inference() and (memory := memory_of(tensor)) is not None and memory._cdata not in known:
                 self._tensors.setdefault(id(tensor), (part.name, tensor, tensor._version))
 
@@ -61,25 +62,30 @@ class Surroundings:
 
     def changed_numbers(self) -> Iterator[tuple[str, Any, Any]]:
         """Names and values of the numbers that have changed since."""
-        for part in _reachable(self._step):
-            before = self._numbers.get(part.name)
-            if before is not None and type(part.value) is type(before.value) and part.value != before.value:
-                yield part.name, before.value, part.value
+        return ((before.name, before.value, now.value) for before, now in self._changes())
 
     def restore(self) -> None:
         """Put the numbers back."""
-        for name, _, _ in list(self.changed_numbers()):
-            self._numbers[name].put(self._numbers[name].value)
+        for before, _ in list(self._changes()):
+            before.put(before.value)
+
+    def _changes(self) -> Iterator[tuple[Part, Part]]:
+        for place, part in _reachable(self._step):
+            before = self._numbers.get(place)
+            if before is not None and type(part.value) is type(before.value) and part.value != before.value:
+                yield before, part
 
 
-def _reachable(step: Any) -> Iterator[Part]:
-    """Tensors, numbers and strings."""
+def _reachable(step: Any) -> Iterator[tuple[tuple[str, int], Part]]:
+    """Tensors, numbers and strings, each with its name and a count: two closures may have variables of one name."""
     seen: set[int] = set()
+    counts: Counter[str] = Counter()
     left: list[tuple[Part, int]] = [(Part("step", step), 0)]
     while left:
         part, depth = left.pop()
         if isinstance(part.value, torch.Tensor | int | float | str):
-            yield part
+            yield (part.name, counts[part.name]), part
+            counts[part.name] += 1
         elif id(part.value) not in seen and depth <= _DEPTH:
             seen.add(id(part.value))
             left += [(inner, depth + 1) for inner in _parts(part.name, part.value)]

@@ -93,7 +93,7 @@ def priorities(
         error = _reduced(steps, maybe_transposed(error, batch_first), mask)
     if not _context.is_eager():
         return torch.pow(error + eps, _context.as_tensor(alpha, error.device, error.dtype))
-    return (error + eps) ** alpha
+    return error + eps if alpha == 1 else (error + eps) ** alpha
 
 
 def _reduced(steps: str, error: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -102,10 +102,9 @@ def _reduced(steps: str, error: torch.Tensor, mask: torch.Tensor | None) -> torc
         return error.amax(1)
     if mask is None:
         return error[:, 0] if steps == "first" else error.mean(1)
-    count = mask.cumsum(1)
     if steps == "first":
-        return torch.where(mask & (count == 1), error, 0).sum(1)
-    return error.sum(1) / count[:, -1].clamp(min=1)
+        return error.gather(1, mask.to(torch.uint8).argmax(1, keepdim=True)).squeeze(1)
+    return error.sum(1) / mask.sum(1).clamp(min=1)
 
 
 def _check_values(nu: torch.Tensor, z: torch.Tensor, mask: torch.Tensor | None, batch_first: bool) -> None:

@@ -252,7 +252,6 @@ def vtrace(
     batch_first: bool = True,
 ) -> VTrace:
     """``e_t = rho_t (r_t + discount_t B_t - V_t) + discount_t c_t e_{t+1}``; targets are V + e."""
-    clips = {"clip_rho": clip_rho, "clip_c": clip_c, "clip_pg_rho": clip_pg_rho}
     call = check_trajectories(
         "vtrace",
         rewards,
@@ -265,7 +264,7 @@ def vtrace(
         mask,
         batch_first,
         ratios=ratios,
-        clips=clips,
+        clips=(clip_rho, clip_c, clip_pg_rho),
     )
     s, targets, advantages = _Steps(call), [], []
     assert s.v is not None
@@ -309,7 +308,7 @@ def retrace(
         mask,
         batch_first,
         ratios=ratios,
-        clips={"clip_c": clip_c},
+        clips=(clip_c, None, None),
     )
     s, returns = _Steps(call), []
     assert s.v is not None

@@ -18,7 +18,7 @@ from .._ranks import group_of
 from .._table import fitted, html_table, shortened_name, table
 from .adaptive import AdaptiveClipping
 from .listeners import callbacks, is_watched, leaves_graph
-from .passes import Gradients, by_kernels, clip, clipping_of, keys_of, listed, statistics_of
+from .passes import Gradients, are_plain, by_kernels, clip, clipping_of, keys_of, listed, statistics_of
 from .shards import local_part
 
 Parameters = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -359,7 +359,7 @@ def clip_gradients_(
     tensor([[0.0000, 0.5000],
             [0.0000, 0.1000]])
     """
-    named = _named(parameters)
+    names, entries = _entries("clip_gradients_", "parameters", parameters, stacklevel=3)
     if (max_norm is None) == (adaptive is None):
         given = "neither" if max_norm is None else f"max_norm={max_norm} and adaptive={adaptive}"
         raise ValueError(f"clip_gradients_: give one of max_norm and adaptive, but it got {given}")
@@ -373,6 +373,13 @@ def clip_gradients_(
     if nonfinite not in ("propagate", "skip", "error"):
         raise ValueError(f"clip_gradients_: nonfinite must be 'propagate', 'skip' or 'error', but it is {nonfinite!r}")
     group_of("clip_gradients_", process_group)
+    # The usual call, in one step in C++. Monitors, a check of the norm and other ranks come between its passes.
+    is_one_step = adaptive is None and nonfinite != "error" and process_group is None
+    if is_one_step and not _context.shows_operators() and not is_watched(entries):
+        parts = _C.clip_gradients(entries, p, limit, nonfinite == "skip")
+        if parts is not None:
+            return GradientStatistics(names, [True] * len(names), *parts[:3], p, parts[3])
+    named = _distinct(names, entries)
     leaves = not _context.is_eager() and (nonfinite == "error" or leaves_graph([parameter for _, parameter in named]))
     clip_named = _clip_in_eager_mode if leaves else _clip
     return clip_named(named, p, limit, None if adaptive is None else unit, smallest, nonfinite, process_group)
@@ -407,8 +414,8 @@ def _clip(
     told = [callback(parameters) for callback in callbacks] if _context.is_eager() and is_watched(parameters) else []
     if units is None:
         present = [gradient for gradient in gradients if gradient is not None]
-        distinct = dict(zip(keys_of(present), present, strict=True))
-        clip([local_part(gradient) for gradient in distinct.values()], clipping, skip)
+        distinct = list(dict(zip(keys_of(present), present, strict=True)).values())
+        clip(distinct if are_plain(distinct) else [local_part(gradient) for gradient in distinct], clipping, skip)
     else:
         units.clip(skip)
     for tell in told:
@@ -428,9 +435,12 @@ def _check(function: str, argument: str, tensor: Any) -> None:
         raise TypeError(f"{function}: {argument} must be a floating or complex tensor, but it is {kind}")
 
 
-def _named(parameters: Parameters) -> list[tuple[str, torch.Tensor]]:
+def _distinct(names: list[str], given: list[Any]) -> list[tuple[str, torch.Tensor]]:
     """Distinct parameters with their names."""
-    names, given = _entries("clip_gradients_", "parameters", parameters, stacklevel=4)
+    if _context.is_eager() and are_plain(given) and len(set(map(id, given))) == len(given):
+        dtypes = {parameter.dtype for parameter in given}
+        if all(dtype.is_floating_point or dtype.is_complex for dtype in dtypes):
+            return list(zip(names, given, strict=True))
     named: dict[object, tuple[str, torch.Tensor]] = {}
     for index, (name, parameter, key) in enumerate(zip(names, given, keys_of(given), strict=True)):
         if not (isinstance(parameter, torch.Tensor) and parameter.is_floating_point()):

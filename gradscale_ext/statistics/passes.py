@@ -18,6 +18,11 @@ Gradients = Sequence[torch.Tensor | None]
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
+def are_plain(tensors: Sequence[object]) -> bool:
+    """Return True for tensors of PyTorch's own classes. The question takes far less time than one for each tensor."""
+    return _PLAIN.issuperset(map(type, tensors))
+
+
 def by_kernels(gradients: Gradients, p: float, weights: Gradients | None = None, rows: bool = False) -> Any:
     """Statistics by the fused pass and, if there are weights, norms `[2, U]` of the units of gradients and weights.
     None if the pass does not accept these tensors."""
@@ -38,7 +43,7 @@ def by_kernels(gradients: Gradients, p: float, weights: Gradients | None = None,
 def library_for(tensors: Sequence[torch.Tensor]) -> Any:
     """The module whose passes accept these tensors: the extension, its operators while torch.compile traces or
     where dispatch modes are to see them, or the reference."""
-    is_accepted = _PLAIN.issuperset(map(type, tensors)) and all(
+    is_accepted = are_plain(tensors) and all(
         device.type in DEVICE_TYPES for device in {tensor.device for tensor in tensors}
     )
     if not is_accepted:
@@ -120,6 +125,7 @@ def clipping_of(parts: reference.Statistics, p: float, max_norm: float | torch.T
 
 
 def clip(gradients: list[torch.Tensor], clipping: torch.Tensor, skip: bool) -> None:
-    for device in dict.fromkeys(gradient.device for gradient in gradients):
-        members = [gradient for gradient in gradients if gradient.device == device]
+    devices = dict.fromkeys([gradient.device for gradient in gradients])
+    for device in devices:
+        members = gradients if len(devices) == 1 else [gradient for gradient in gradients if gradient.device == device]
         library_for(members).clip_units(members, clipping[1:2].to(device, non_blocking=True), False, skip)

@@ -183,6 +183,17 @@ def _returns_cases() -> list[Case]:
     lambda_returns = partial(_returns, "lambda_returns", lambda_=0.95)
     return [
         of("advantages [B, T], T 128", partial(_advantages, 128, True), 22, budget=106, batch=512),
+        # Many short rows: all addresses of a row are computed for its 32 steps. On the simulated H200, whose batch is
+        # smaller, a warp has one row: 310 instructions.
+        of(
+            "advantages [B, T], T 32",
+            partial(_advantages, 32, True),
+            22,
+            budget=175,
+            batch=512,
+            issue=1.15,
+            disagreement=0.6,
+        ),
         # One block per chunk of 1024 steps. The steps' maps y -> a + b y are composed within warps, then between warps.
         of(
             "advantages [B, T], few rows, T 1024",

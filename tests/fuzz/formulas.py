@@ -565,3 +565,17 @@ def decoded_gradient(x: Array, support: Any) -> tuple[Array, Array]:
         entering = slope * (entering + p * ends) + np.abs(gradient) * slope * (1 + 2 * (size + ends))
         gradient = gradient * slope
     return gradient, entering
+
+
+def standardize(x: Array, mask: Array | None, eps: float) -> tuple[Array, float]:
+    """The standardized entries, and the largest difference of two of them, before eps is added."""
+    counted = np.ones(x.shape, dtype=bool) if mask is None else mask
+    result = np.zeros(x.shape)
+    entries = x[counted].astype(np.longdouble)
+    if not entries.size or (np.isfinite(entries[0]) and (entries == entries[0]).all()):
+        return result, 0.0
+    entries = entries - entries[0]  # exact enough, also if all entries are large
+    centred = entries - entries.mean()
+    std = np.sqrt((centred**2).mean())
+    result[counted] = centred / (std + eps)
+    return result, float(np.ptp(entries) / std)

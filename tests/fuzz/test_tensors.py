@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradscale_ext as gs
 
@@ -33,6 +35,7 @@ from .strategies import (
     product,
     random,
     smallest_normal_of,
+    values,
 )
 from .test_loss import SUPPORTS, WIDE_SUPPORTS
 
@@ -384,3 +387,61 @@ def test_priorities(case: PriorityCase) -> None:
     larger = [formulas.priorities(*numbers, case.which, case.alpha, case.eps + sign * eps * 4e3) for sign in (1, -1)]
     error = np.nan_to_num(np.abs(larger[0] - np.where(np.isnan(larger[1]), 0, larger[1]))) + 8 * eps * expected
     check_close(result, expected, error, "priorities")
+
+
+# ---- standardize ----------------------------------------------------------------------------------------------------
+
+
+class Seen(TorchDispatchMode):
+    """Sees all operations, so that no kernel may hide them."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class StandardizeCase(Described):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    palette: str
+    offset: float
+    eps: float
+    unmasked: float | None
+    """The share of entries that count; None without a mask."""
+    layouts: tuple[str, str]
+    """Of the tensor and of the mask."""
+    seed: int
+
+
+standardize_cases = product(
+    StandardizeCase,
+    seed=range(8),
+    shape=(*SHAPES, (20_000,), (130, 257)),
+    dtype=REAL,
+    palette=("ordinary", "zeros", "inf", "nan"),
+    offset=(0.0, 1e6),
+    eps=(1e-8, 0.0, 1.0),
+    unmasked=(None, 0.8, 0.02, 0.0),
+    layouts=(("contiguous", "contiguous"), ("transposed", "columns"), ("negative", "rows"), ("expanded", "offset")),
+)
+
+
+@fuzz(standardize_cases, examples=60)
+def test_standardize(case: StandardizeCase) -> None:
+    generator = random("standardize", case.seed)
+    x = laid_out(
+        values(case.shape, torch.float64, case.palette, generator).add(case.offset).to(case.dtype), case.layouts[0]
+    )
+    mask = None
+    if case.unmasked is not None:
+        mask = laid_out(torch.from_numpy(np.asarray(generator.random(case.shape) < case.unmasked)), case.layouts[1])
+    watched = Watched(x, mask)
+    expected, scale = formulas.standardize(precise(x), None if mask is None else mask.numpy(), case.eps)
+    # Sums are computed in float64 from differences that are at most `scale` standard deviations.
+    error = SUMMED * torch.finfo(torch.float64).eps * scale
+    for mode in (contextlib.nullcontext(), Seen()):  # the kernel, and plain PyTorch
+        with mode:
+            result = gs.standardize(x, mask=mask, eps=case.eps)
+        assert result.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
+        check_close(result, expected, error, "standardize")
+    watched.check("standardize")

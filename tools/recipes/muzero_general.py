@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 import gradscale_ext as gs
 
 from .checkout import Checkout, Edit
-from .lockstep import Idle, Side, clear, leaves
+from .lockstep import CPU, Idle, Side, clear, leaves
 from .project import Project
 
 BATCH, STEPS, ACTIONS = 128, 11, 2
@@ -37,7 +36,7 @@ def losses(config, predictions, target_value, target_reward, target_policy, weig
         importance_weights=weights if config.PER else None,
     )
     priorities = gs.priorities(out.expected["value"], target_value, steps="all", alpha=config.PER_alpha, eps=0.0)
-    return out.loss, priorities.cpu().numpy(), *(out.per_step[name].sum(1) for name in heads)
+    return out.loss, priorities, *(out.per_step[name].sum(1) for name in heads)
 
 
 EDITS = [
@@ -53,37 +52,58 @@ EDITS = [
         )
         """,
     ),
+    Edit(
+        "trainer.py",
+        "update_weights",
+        "return (",
+        "# For log purpose",
+        """
+        return (
+            priorities.cpu().numpy(),
+        """,
+    ),
 ]
 
 
-def sides(checkout: Checkout) -> tuple[Side, Side]:
-    import models
+def sides(checkout: Checkout, device: torch.device = CPU) -> tuple[Side, Side]:
     import trainer
+
+    edited = checkout.edited("trainer.py", EDITS, {"losses": losses})
+    return _side(trainer.Trainer, device), _side(edited.Trainer, device)
+
+
+def _side(trainer_class: Any, device: torch.device) -> Side:
+    trainer = _trainer(trainer_class, device)
+
+    def prepare(data: Any) -> tuple[Any, ...]:
+        trainer.update_lr()
+        return (data,)
+
+    step = lambda data: _named(trainer.update_weights(data))
+    return Side(step, [trainer.optimizer], _loss_alone(trainer_class, trainer.config, device), [trainer.model], prepare)
+
+
+def _named(results: Any) -> dict[str, Any]:
+    names = ("priorities", "loss", "logged value", "logged reward", "logged policy")
+    return dict(zip(names, results, strict=True))
+
+
+def _trainer(trainer_class: Any, device: torch.device) -> Any:
+    import models
 
     from games.cartpole import MuZeroConfig
 
     config = MuZeroConfig()
-    config.train_on_gpu = False
+    config.train_on_gpu = device.type == "cuda"
     torch.manual_seed(0)
     start = {"weights": models.MuZeroNetwork(config).get_weights(), "training_step": 0, "optimizer_state": None}
-    edited = checkout.edited("trainer.py", EDITS, {"losses": losses})
-    return _side(trainer.Trainer, start, config), _side(edited.Trainer, start, config)
+    return trainer_class(start, config)
 
 
-def _side(trainer_class: Any, start: dict[str, Any], config: Any) -> Side:
-    trainer = trainer_class(copy.deepcopy(start), config)
-
-    def step(data: Any) -> dict[str, Any]:
-        names = ("priorities", "loss", "logged value", "logged reward", "logged policy")
-        return dict(zip(names, trainer.update_weights(data), strict=True))
-
-    return Side(step, [trainer.optimizer], _loss_alone(trainer_class, config), [trainer.model])
-
-
-def _loss_alone(trainer_class: Any, config: Any) -> Any:
+def _loss_alone(trainer_class: Any, config: Any, device: torch.device) -> Any:
     bins = 2 * config.support_size + 1
-    value, reward, hidden = (leaves(*[[BATCH, size]] * STEPS) for size in (bins, bins, config.encoding_size))
-    policy = leaves(*[[BATCH, ACTIONS]] * STEPS)
+    made = lambda size: leaves(*[[BATCH, size]] * STEPS, device=device)
+    value, reward, policy, hidden = map(made, (bins, bins, ACTIONS, config.encoding_size))
     predicted = list(zip(value, reward, policy, hidden, strict=True))
     every = [*value, *reward, *policy]
     data = batch(0)
@@ -119,6 +139,101 @@ def batch(seed: int) -> tuple[Any, ...]:
     )
 
 
+# ---- As one CUDA graph -----------------------------------------------------------------------------------------------
+
+
+def tensors(batch, device):
+    """The tensors that `update_weights` makes from NumPy arrays."""
+    observation, action, value, reward, policy, weights, gradient_scale = (torch.tensor(part) for part in batch)
+    numbers = (part.float().to(device) for part in (value, reward, policy, weights, gradient_scale))
+    return observation.float().to(device), action.long().to(device).unsqueeze(-1), *numbers
+
+
+TRAINER_EDITS = [
+    Edit(
+        "trainer.py",
+        "__init__",
+        "self.optimizer = torch.optim.Adam(",
+        "else:",
+        """
+        self.optimizer = torch.optim.Adam(
+            self.model.parameters(),
+            lr=torch.tensor(self.config.lr_init, device=next(self.model.parameters()).device),
+            weight_decay=self.config.weight_decay,
+            fused=True,
+        )
+        """,
+    ),
+    Edit("trainer.py", "update_weights", "# Keep values as scalars", "# observation_batch: batch, channels"),
+    Edit(
+        "trainer.py",
+        "update_weights",
+        "self.training_step += 1",
+        "def update_lr(",
+        """
+        return priorities, loss, value_loss.mean(), reward_loss.mean(), policy_loss.mean()
+
+        """,
+    ),
+    Edit("trainer.py", "update_lr", 'param_group["lr"] = lr', "@staticmethod", 'param_group["lr"].fill_(lr)'),
+]
+
+MODEL_EDITS = [
+    Edit(
+        "models.py",
+        "representation",
+        "scale_encoded_state[scale_encoded_state < 1e-5]",
+        "encoded_state_normalized",
+        """
+        small = scale_encoded_state < 1e-5
+        scale_encoded_state = torch.where(small, scale_encoded_state + 1e-5, scale_encoded_state)
+        """,
+    ),
+    Edit(
+        "models.py",
+        "dynamics",
+        "action_one_hot = (",
+        "action_one_hot.scatter_",
+        "action_one_hot = torch.zeros((action.shape[0], self.action_space_size), device=action.device)",
+    ),
+    Edit(
+        "models.py",
+        "dynamics",
+        "scale_next_encoded_state[scale_next_encoded_state < 1e-5]",
+        "next_encoded_state_normalized",
+        """
+        small = scale_next_encoded_state < 1e-5
+        scale_next_encoded_state = torch.where(small, scale_next_encoded_state + 1e-5, scale_next_encoded_state)
+        """,
+    ),
+    Edit(
+        "models.py",
+        "initial_inference",
+        "reward = torch.log(",
+        "return (",
+        """
+        reward = value.new_full((len(observation), self.full_support_size), -math.inf)
+        reward[:, self.full_support_size // 2] = 0
+
+        """,
+    ),
+]
+
+
+def captured(checkout: Checkout, device: torch.device) -> Side:
+    edited = checkout.edited("trainer.py", [*EDITS, *TRAINER_EDITS], {"losses": losses})
+    edited.models = checkout.edited("models.py", MODEL_EDITS, {})
+    trainer = _trainer(edited.Trainer, device)
+
+    def prepare(data: Any) -> tuple[torch.Tensor, ...]:
+        trainer.update_lr()
+        trainer.training_step += 1
+        return tensors(data, device)
+
+    step = lambda *data: _named(trainer.update_weights(data))
+    return Side(step, [trainer.optimizer], modules=[trainer.model], prepare=prepare)
+
+
 PROJECT = Project(
     name="muzero-general",
     repository="werner-duvaud/muzero-general",
@@ -128,5 +243,7 @@ PROJECT = Project(
     edits=EDITS,
     sides=sides,
     batch=batch,
+    captured=captured,
+    capture_edits=[*TRAINER_EDITS, *MODEL_EDITS],
     stand_ins={"ray": {"remote": lambda found: found}, "gym": {}},
 )

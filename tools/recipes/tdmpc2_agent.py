@@ -1,4 +1,4 @@
-"""TD-MPC2: `TDMPC2._update` and `update_pi` for states and actions of dog-run's sizes, on the CPU and not compiled."""
+"""TD-MPC2: `TDMPC2._update` and `update_pi` for states and actions of dog-run's sizes, not compiled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import gradscale_ext as gs
 
 from .checkout import Checkout, Edit
-from .lockstep import Idle, Side, clear, leaves
+from .lockstep import CPU, Idle, Side, clear, leaves, on
 from .project import Project
 
 BATCH, HORIZON, OBSERVATION, ACTION, LATENT, CRITICS, BINS = 256, 3, 223, 38, 512, 5, 101
@@ -80,11 +80,14 @@ EDITS = [
 ]
 
 
-def sides(checkout: Checkout) -> tuple[Side, Side]:
+NAMES = {"losses": losses, "policy_loss": policy_loss}
+
+
+def sides(checkout: Checkout, device: torch.device = CPU) -> tuple[Side, Side]:
     import tdmpc2
 
-    edited = checkout.edited("tdmpc2/tdmpc2.py", EDITS, {"losses": losses, "policy_loss": policy_loss})
-    return _side(tdmpc2.TDMPC2), _side(edited.TDMPC2)
+    edited = checkout.edited("tdmpc2/tdmpc2.py", EDITS, NAMES)
+    return _side(tdmpc2.TDMPC2, device), _side(edited.TDMPC2, device)
 
 
 def _config() -> SimpleNamespace:
@@ -100,24 +103,26 @@ def _config() -> SimpleNamespace:
     )
 
 
-def _side(agent_class: Any) -> Side:
+def _side(agent_class: Any, device: torch.device) -> Side:
     torch.manual_seed(0)
-    agent = agent_class(_config())
+    with device:
+        agent = agent_class(_config())
 
-    def step(data: Any) -> dict[str, Any]:
+    def step(*data: torch.Tensor) -> dict[str, Any]:
         found = agent._update(*data)
         kept = ("total_loss", "pi_loss", "consistency_loss", "reward_loss", "value_loss", "termination_loss")
         return {"loss" if name == "total_loss" else name: found[name] for name in kept}
 
-    return Side(step, [agent.optim, agent.pi_optim], _loss_alone(agent_class), [agent])
+    return Side(step, [agent.optim, agent.pi_optim], _loss_alone(agent_class, device), [agent], tuple)
 
 
-def _loss_alone(agent_class: Any) -> Any:
+def _loss_alone(agent_class: Any, device: torch.device) -> Any:
     """Loss of the model, without the policy."""
-    states = leaves(*[[BATCH, LATENT]] * (HORIZON + 1))
-    q, reward, ends = leaves([CRITICS, HORIZON, BATCH, BINS], [HORIZON, BATCH, BINS], [HORIZON, BATCH, 1])
-    every, data, cfg = [*states, q, reward, ends], batch(0), _config()
-    following, returns = torch.randn(HORIZON, BATCH, LATENT), torch.randn(HORIZON, BATCH, 1)
+    states = leaves(*[[BATCH, LATENT]] * (HORIZON + 1), device=device)
+    sizes = [CRITICS, HORIZON, BATCH, BINS], [HORIZON, BATCH, BINS], [HORIZON, BATCH, 1]
+    q, reward, ends = leaves(*sizes, device=device)
+    every, data, cfg = [*states, q, reward, ends], on(device, batch(0)), _config()
+    following, returns = torch.randn(HORIZON, BATCH, LATENT).to(device), torch.randn(HORIZON, BATCH, 1).to(device)
 
     def loss() -> list[torch.Tensor]:
         clear(every)
@@ -132,7 +137,7 @@ def _loss_alone(agent_class: Any) -> Any:
             parameters=list,
             **dict.fromkeys(("train", "eval", "soft_update_target_Q"), nothing),
         )
-        parts = {"cfg": cfg, "device": torch.device("cpu"), "model": model, "optim": Idle()}
+        parts = {"cfg": cfg, "device": device, "model": model, "optim": Idle()}
         parts |= {"_td_target": lambda *_: returns, "update_pi": lambda *_: {}}
         agent_class._update(SimpleNamespace(**parts), *data)
         return every
@@ -148,6 +153,32 @@ def batch(seed: int) -> tuple[torch.Tensor, ...]:
     return observations, actions, normal(HORIZON, BATCH, 1), terminated
 
 
+# ---- As one CUDA graph -----------------------------------------------------------------------------------------------
+
+AGENT_EDITS = [
+    Edit(
+        "tdmpc2/tdmpc2.py",
+        "__init__",
+        "], lr=self.cfg.lr, capturable=True)",
+        "self.model.eval()",
+        """
+        ], lr=self.cfg.lr, fused=True, capturable=True)
+        policy = self.model._pi.parameters()
+        self.pi_optim = torch.optim.Adam(policy, lr=self.cfg.lr, eps=1e-5, fused=True, capturable=True)
+        """,
+    ),
+]
+MODEL_EDITS = [
+    Edit("tdmpc2/common/world_model.py", "pi", '"action_prob"', '"entropy"', '"action_prob": mean.new_ones(()),'),
+]
+
+
+def captured(checkout: Checkout, device: torch.device) -> Side:
+    edited = checkout.edited("tdmpc2/tdmpc2.py", [*EDITS, *AGENT_EDITS], NAMES)
+    edited.WorldModel = checkout.edited("tdmpc2/common/world_model.py", MODEL_EDITS, {}).WorldModel
+    return _side(edited.TDMPC2, device)
+
+
 PROJECT = Project(
     name="tdmpc2",
     repository="nicklashansen/tdmpc2",
@@ -157,10 +188,10 @@ PROJECT = Project(
     edits=EDITS,
     sides=sides,
     batch=batch,
+    captured=captured,
+    capture_edits=[*AGENT_EDITS, *MODEL_EDITS],
     roots=["tdmpc2"],
-    texts={
-        "'cuda:0'": "'cpu'",
-        "capturable=True": "capturable=False",
-        "WorldModel(cfg).to(self.device)": "WorldModel(cfg)",
-    },
+    # The networks are made on the device, because to() refuses parameters that tensordict leaves on the meta device.
+    texts={"WorldModel(cfg).to(self.device)": "WorldModel(cfg)"},
+    texts_on_cpu={"'cuda:0'": "'cpu'", "capturable=True": "capturable=False"},
 )
