@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -26,6 +29,26 @@ def fitted(text: str, lines: int = 40, columns: int = 100) -> str:
     if len(every) > lines:
         every[lines - 1 :] = [f"... {len(every) - lines + 1} more lines; print() shows all"]
     return "\n".join(every)
+
+
+def form(tensor: torch.Tensor) -> str:
+    """Dtype and shape.
+
+    >>> form(torch.zeros(2, 3))
+    'float32 [2, 3]'
+    """
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def named_tensors(result: Any) -> str:
+    """Write the tensors of a named tuple: values where they fit into the line, else dtype and shape."""
+    width = max(map(len, result._fields))
+    lines = [type(result).__name__]
+    for name, value in result._asdict().items():
+        text = " ".join(str(value).split())
+        is_long = isinstance(value, torch.Tensor) and width + 2 + len(text) > 100
+        lines.append(f"{name:<{width}}  {form(value) if is_long else text}")
+    return "\n".join(lines)
 
 
 def shortened_name(name: str, length: int = 40) -> str:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _numbers, _remedies
+from . import _numbers, _remedies, _table
 
 Discount = float | torch.Tensor
 
@@ -28,6 +28,9 @@ class GeneralizedAdvantages(NamedTuple):
     advantages: torch.Tensor
     returns: torch.Tensor
 
+    def __repr__(self) -> str:
+        return _table.named_tensors(self)
+
 
 class NStepTransitions(NamedTuple):
     """Results of `n_step_transitions`, `[B, T]` each, 0 where masked.
@@ -42,6 +45,9 @@ class NStepTransitions(NamedTuple):
     discounts: torch.Tensor
     steps: torch.Tensor
 
+    def __repr__(self) -> str:
+        return _table.named_tensors(self)
+
 
 class VTrace(NamedTuple):
     """Results of `vtrace`, `[B, T]` each, 0 where masked.
@@ -53,6 +59,9 @@ class VTrace(NamedTuple):
 
     targets: torch.Tensor
     advantages: torch.Tensor
+
+    def __repr__(self) -> str:
+        return _table.named_tensors(self)
 
 
 class MuZeroTargets(NamedTuple):
@@ -69,6 +78,9 @@ class MuZeroTargets(NamedTuple):
     rewards: torch.Tensor
     mask: torch.Tensor
     policy_mask: torch.Tensor
+
+    def __repr__(self) -> str:
+        return _table.named_tensors(self)
 
 
 #: The limits of ratios among the arguments of a function.

@@ -570,9 +570,23 @@ def test_bench(monkeypatch, capsys):
     assert (status, found["bins"]) == (0, 21)
     times = found["milliseconds"]
     assert all({"fused", "eager"} == ways.keys() and min(ways.values()) > 0 for ways in times.values())
+    for what, ways in times.items():
+        for way, median in ways.items():
+            low, high = found["quartiles"][what][way]
+            assert 0 < low <= median <= high
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
     _, text = run_main(monkeypatch, capsys, "bench", "--device", "cpu", *sizes)
     assert [line for line in text.splitlines() if not line.startswith("  ")] == list(times)
+
+
+@pytest.mark.parametrize(("load", "is_busy"), [(0.2, False), (7.5, True)])
+def test_bench_warns_on_a_busy_machine(load, is_busy, monkeypatch, capsys):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    sizes = ("--batch", "2", "--unroll", "0", "--bins", "3", "--actions", "3", "--seconds", "0", "--no-compile")
+    monkeypatch.setattr(sys, "argv", ["gradscale_ext", "bench", "--json", "--device", "cpu", *sizes])
+    assert environment.main() == 0
+    assert ("load of 7.5 on 8 processors" in capsys.readouterr().err) == is_busy
 
 
 def test_bench_compares_like_with_like():

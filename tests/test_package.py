@@ -53,6 +53,18 @@ def test_report():
     assert gs.__version__ in done.stdout
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["-m", "gradscale_ext", "--version"],
+        ["-c", "from gradscale_ext.cli import report; report.without_extension('not compiled')", "--version"],
+    ],
+)
+def test_version(command):
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"gradscale_ext {gs.__version__}\n")
+
+
 def test_a_closed_pipe_ends_the_report_silently():
     command = [sys.executable, "-m", "gradscale_ext"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as report:

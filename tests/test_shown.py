@@ -54,6 +54,28 @@ def test_output():
     assert "loss=float32 [4]" in repr(gs.reduce_multi_step(torch.ones(4, 3), reduction="none"))
 
 
+@pytest.mark.parametrize("steps", [3, 100])
+def test_named_tuples(steps):
+    """Values where they fit into a line, else dtype and shape; a structure of other objects prints them."""
+    rewards, values = torch.ones(1, steps), torch.zeros(1, steps + 1)
+    discounted = {"values": values, "discount": 0.5}
+    results = [
+        gs.generalized_advantages(rewards, lambda_=1.0, **discounted),
+        gs.n_step_transitions(rewards, discount=0.5, n=2),
+        gs.vtrace(rewards, ratios=rewards, **discounted),
+        gs.muzero_targets(rewards, values, num_unroll_steps=2, td_steps=1, discount=0.5),
+    ]
+    for result in results:
+        assert fits(repr(result))
+        lines = repr(result).splitlines()
+        assert lines[0] == type(result).__name__
+        assert [line.split()[0] for line in lines[1:]] == [*result._fields]
+    first = "tensor([[1.7500, 1.5000, 1.0000]])" if steps == 3 else "float32 [1, 100]"
+    assert repr(results[0]).splitlines()[1] == f"advantages  {first}"
+    assert repr(results[3]).splitlines()[3] == "mask         tensor([[True, True, True]])"
+    assert repr(gs.VTrace(None, "b" * 90)).splitlines() == ["VTrace", "targets     None", "advantages  " + "b" * 90]
+
+
 def test_diagnosis(model):
     layers = list(model.values())
     loss = sum(layer(torch.ones(2)).detach().sum() + layer.weight.sum() for layer in layers)

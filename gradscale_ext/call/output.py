@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .._table import fitted, html_table, table
+from .._table import fitted, form, html_table, table
 
 
 @dataclass(slots=True, repr=False)
@@ -49,7 +49,7 @@ class MultiStepLossOutput:
                 name,
                 _scalar(self.head_losses[name]),
                 _scalar(self.head_means[name]),
-                _form(self.per_step[name]),
+                form(self.per_step[name]),
                 " ".join(key for key in ("expected", "entropy") if name in getattr(self, key)),
             ]
             for name in self.per_step
@@ -58,7 +58,7 @@ class MultiStepLossOutput:
 
     def __repr__(self) -> str:
         """Scalars, and the shapes of everything else."""
-        loss = _scalar(self.loss) if self.loss.dim() == 0 else _form(self.loss)
+        loss = _scalar(self.loss) if self.loss.dim() == 0 else form(self.loss)
         heading = f"MultiStepLossOutput(loss={loss}, num_nonfinite={_scalar(self.num_nonfinite)})"
         return fitted(f"{heading}\n{table(*self._heads())}")
 
@@ -69,7 +69,3 @@ class MultiStepLossOutput:
 
 def _scalar(tensor: torch.Tensor) -> str:
     return " ".join(str(tensor.detach()).split())
-
-
-def _form(tensor: torch.Tensor | None) -> str:
-    return "" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import statistics
 import sys
 import time
@@ -17,7 +18,9 @@ import gradscale_ext as gs
 from .. import reference
 from . import report
 
-Results = dict[str, dict[str, float]]
+Times = tuple[float, float, float]
+"""First quartile, median and third quartile, in milliseconds."""
+Results = dict[str, dict[str, Times]]
 Work = Callable[[], object]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -81,8 +84,8 @@ def works(options: argparse.Namespace) -> dict[str, dict[str, Work]]:
     return found
 
 
-def milliseconds(work: Work, seconds: float, device: str) -> float:
-    """Median time of at least three calls in at least `seconds`, after one untimed call that may compile."""
+def milliseconds(work: Work, seconds: float, device: str) -> Times:
+    """Times of at least three calls in at least `seconds`, after one untimed call that may compile."""
 
     def synchronize() -> None:
         if device.startswith("cuda"):
@@ -96,26 +99,40 @@ def milliseconds(work: Work, seconds: float, device: str) -> float:
         begin = time.perf_counter()
         work()
         synchronize()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times) * 1e3
+        times.append(1e3 * (time.perf_counter() - begin))
+    low, median, high = statistics.quantiles(times, n=4)
+    return low, median, high
+
+
+def warn_if_busy() -> None:
+    """Warn if other processes take a share of the processors."""
+    load, processors = os.getloadavg()[0], os.cpu_count() or 1
+    if load > processors / 4:
+        print(
+            f"warning: a load of {load:.1f} on {processors} processors before the measurement; other processes make "
+            "times longer and less certain",
+            file=sys.stderr,
+        )
 
 
 def chart(results: Results, width: int = 40) -> str:
-    """Draw a bar for each time, in the order of `results`. The longest bar of each group has the full width.
+    """Draw a bar for each median, with the quartiles, in the order of `results`. The longest bar of each group has the
+    full width.
 
-    >>> print(chart({"decode": {"fused": 1.0, "eager": 4.0}}, width=8))
+    >>> print(chart({"decode": {"fused": (0.9, 1.0, 1.3), "eager": (3.5, 4.0, 4.25)}}, width=8))
     decode
-      fused         ##            1.000 ms
-      eager         ########      4.000 ms  4.0 x
+      fused         ##            1.000 ms (0.900 to 1.300)
+      eager         ########      4.000 ms (3.500 to 4.250)  4.0 x
     """
     block = "█" if (sys.stdout.encoding or "").lower().startswith("utf") else "#"
     lines = []
     for what, times in results.items():
         lines.append(what)
-        for way, time_ in times.items():
-            bar = block * max(1, round(width * time_ / max(times.values())))
-            ratio = "" if way == "fused" else f"  {time_ / times['fused']:.1f} x"
-            lines.append(f"  {way:<13} {bar:<{width}}  {time_:>9.3f} ms{ratio}")
+        longest = max(median for _, median, _ in times.values())
+        for way, (low, median, high) in times.items():
+            bar = block * max(1, round(width * median / longest))
+            ratio = "" if way == "fused" else f"  {median / times['fused'][1]:.1f} x"
+            lines.append(f"  {way:<13} {bar:<{width}}  {median:>9.3f} ms ({low:.3f} to {high:.3f}){ratio}")
     return "\n".join(lines)
 
 
@@ -128,13 +145,14 @@ def show(results: Results) -> None:
     import rich.text
 
     console = rich.console.Console()
-    for line in chart(results, max(10, min(60, console.width - 42))).splitlines():
+    for line in chart(results, max(10, min(60, console.width - 66))).splitlines():
         colour = "bold green" if line.startswith("  fused") else "" if line.startswith("  ") else "bold"
         console.print(rich.text.Text(line, colour))
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Time the loss of a MuZero agent, decoding and clipping, fused and as usually written, in about a minute."""
+    """Time the loss of a MuZero agent, decoding and clipping, fused and as usually written, in about a minute: medians,
+    and in parentheses the quartiles, between which half of the calls are."""
     parser = argparse.ArgumentParser(prog="python -m gradscale_ext bench", description=main.__doc__)
     for name, default, what in (
         ("batch", 256, "samples"),
@@ -152,6 +170,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.batch < 1 or options.unroll < 0 or options.actions < 1 or options.bins < 3 or options.bins % 2 == 0:
         parser.error("batch and actions must be at least 1, unroll at least 0, and bins an odd number of at least 3")
+    warn_if_busy()
     results: Results = {}
     for what, ways in works(options).items():
         for way, work in ways.items():
@@ -159,7 +178,9 @@ def main(arguments: Sequence[str]) -> int:
                 print(f"measuring {what}: {way}", file=sys.stderr)
             results.setdefault(what, {})[way] = milliseconds(work, options.seconds, options.device)
     if options.json:
-        print(json.dumps({"milliseconds": results, **vars(options)}, indent=2))
+        medians = {what: {way: median for way, (_, median, _) in ways.items()} for what, ways in results.items()}
+        quartiles = {what: {way: (low, high) for way, (low, _, high) in ways.items()} for what, ways in results.items()}
+        print(json.dumps({"milliseconds": medians, "quartiles": quartiles, **vars(options)}, indent=2))
     else:
         show(results)
     return 0

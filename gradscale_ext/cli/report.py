@@ -35,6 +35,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         description="Without a subcommand: versions, what the extension was built with, what runs here, a self-check.",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    version = importlib.import_module("gradscale_ext").__version__
+    parser.add_argument("--version", action="version", version=f"gradscale_ext {version}")
     commands = parser.add_subparsers(dest="command", metavar="check | bench | compile")
     for name, what in (
         ("check", "compare every operator and head with the reference, on the devices of this machine"),

@@ -188,8 +188,8 @@ def multi_step_loss(
     These are computed together with the loss: one parallel region on the CPU, two launches on CUDA (one more to count a
     mask for "valid_mean") and one in the backward pass, where nothing is waited for. In `torch.compile` and
     `torch.export` it is one operator of the graph. Second derivatives, `torch.func` transforms, forward mode and
-    dispatch modes go through `gradscale_ext.reference`, and tensor subclasses with a warning that names the argument. A
-    compiled or exported loss has no second derivative: computing one raises an error.
+    dispatch modes go through `gradscale_ext.reference`, and wrapper subclasses of tensors with a warning that names the
+    argument. A compiled or exported loss has no second derivative: computing one raises an error.
 
     DTensors are gathered, so that every rank computes the loss of the whole batch; plain tensors next to them must be
     whole, and the same on every rank. If a prediction is a DTensor the output holds replicated DTensors, and gradients
