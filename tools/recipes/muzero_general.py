@@ -178,17 +178,18 @@ TRAINER_EDITS = [
     Edit("trainer.py", "update_lr", 'param_group["lr"] = lr', "@staticmethod", 'param_group["lr"].fill_(lr)'),
 ]
 
-MODEL_EDITS = [
-    Edit(
-        "models.py",
-        "representation",
-        "scale_encoded_state[scale_encoded_state < 1e-5]",
-        "encoded_state_normalized",
+
+def without_mask(function: str, scale: str, end: str) -> Edit:
+    """Add to small scales by `torch.where`, because a mask as an index has a size that a graph cannot know."""
+    added = f"""
+        small = {scale} < 1e-5
+        {scale} = torch.where(small, {scale} + 1e-5, {scale})
         """
-        small = scale_encoded_state < 1e-5
-        scale_encoded_state = torch.where(small, scale_encoded_state + 1e-5, scale_encoded_state)
-        """,
-    ),
+    return Edit("models.py", function, f"{scale}[{scale} < 1e-5]", end, added)
+
+
+MODEL_EDITS = [
+    without_mask("representation", "scale_encoded_state", "encoded_state_normalized"),
     Edit(
         "models.py",
         "dynamics",
@@ -196,16 +197,7 @@ MODEL_EDITS = [
         "action_one_hot.scatter_",
         "action_one_hot = torch.zeros((action.shape[0], self.action_space_size), device=action.device)",
     ),
-    Edit(
-        "models.py",
-        "dynamics",
-        "scale_next_encoded_state[scale_next_encoded_state < 1e-5]",
-        "next_encoded_state_normalized",
-        """
-        small = scale_next_encoded_state < 1e-5
-        scale_next_encoded_state = torch.where(small, scale_next_encoded_state + 1e-5, scale_next_encoded_state)
-        """,
-    ),
+    without_mask("dynamics", "scale_next_encoded_state", "next_encoded_state_normalized"),
     Edit(
         "models.py",
         "initial_inference",
