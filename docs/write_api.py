@@ -94,7 +94,8 @@ def without_self(written: list[str]) -> list[str]:
 
 
 def of_dataclass(node: ast.ClassDef) -> list[str]:
-    """The fields of a dataclass: its own that may be positional, then all that are keyword-only, bases first."""
+    """Return the fields of a dataclass in the order of its constructor: positional fields, then keyword-only fields;
+    the fields of its bases come first."""
     positional: list[str] = []
     keyword_only: list[str] = []
 

@@ -65,8 +65,8 @@ GRADSCALE_DEVICE Map<A> wait_for(const PublishedMap<A>& from) {
   return {from.a, from.b};
 }
 
-// y before the chunk whose map is `published[0]`, from the maps of the `count` chunks of its group before it, and from
-// the group before. That group is read last, because it is what the groups wait for. Called by one warp.
+// y before the chunk whose map is `published[0]`, from the maps of the `count` earlier chunks of its group, and from
+// the group before. The group before is read last, because its map arrives last. Called by one warp.
 template <class A>
 GRADSCALE_DEVICE A walk_chunks(const PublishedMap<A>* published, int64_t count, bool is_first_group, int lane) {
   Map<A> group{A(0), A(1)};

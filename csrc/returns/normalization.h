@@ -16,7 +16,7 @@ struct Entries {
   }
 };
 
-// Of the entries that count.
+// Sums over the entries that count.
 struct EntrySums {
   int64_t count;
   double sum;
@@ -42,7 +42,7 @@ struct Standard {
 using StandardizeEntries = void (*)(const Entries&, const Standard&, void* to);
 extern const StandardizeEntries standardize_kernel;
 
-// Of the gradients of the standardized entries that count.
+// Sums over the gradients of the standardized entries that count.
 struct GradientSums {
   double sum;
   double projected; // the sum of gradient * (entry - mean) / std

@@ -180,7 +180,7 @@ void launch_returns(ReturnsCall call, bool across, const OnDevice& device) {
     device.launch("returns/long_rows.cuh", instance("recur_chunks", arguments), chunks, kThreads, call);
     return;
   }
-  // Where each multiprocessor has 16 rows or more, waiting for four loads at once outweighs four walks in turn.
+  // With at least 16 rows per multiprocessor there are enough warps although each of them owns kAhead rows.
   const bool is_short = !across && call.steps <= kWarpSize && call.rows >= 16 * multiprocessors();
   const char* kernel = across ? "recur_across" : is_short ? "recur_short" : "recur_along";
   const int rows_of_block = across ? kWarpSize : is_short ? kWarps * kAhead : kWarps;

@@ -64,9 +64,9 @@ class CapturedStep:
     """A learner step that runs as one CUDA graph from its fourth call on, and never differs from calling the step.
 
     On a GPU the steps of reinforcement learning take most of their time to launch small kernels. A graph launches all
-    of them at once. Each call trains once, on its own batch: parameters, buffers, gradients, optimizers, random numbers
-    and results are those of plain calls, bit by bit where the plain step is deterministic. What a graph cannot repeat
-    raises, and the error names the line and what to write instead. On a CPU the step is called as it is.
+    of them at once. Each call trains once, on its own batch. Parameters, buffers, gradients, optimizers, random numbers
+    and results equal the ones of plain calls, bit by bit where the plain step is deterministic. Code that a graph
+    cannot repeat raises an error, which names the line and what to write instead. On a CPU the step is called as it is.
 
     The first `warmup` calls are plain calls, on another stream, in which optimizers make their state. The next call is
     captured, which executes nothing, and replayed. At the first `verify` replays of each graph, a plain step runs on
