@@ -146,7 +146,7 @@ def _dtype_record(project: Project, dtype: str, arguments: argparse.Namespace) -
 
 @contextlib.contextmanager
 def _graphs(device: torch.device) -> Iterator[None]:
-    """In this context, captured steps of the CPU are graphs too: those of the tests' stand-in."""
+    """In this context, captured steps run on a CPU as graphs of the tests' stand-in."""
     makers = graphs.graphs_of
     if device == CPU:
         import tape
