@@ -17,7 +17,7 @@
 # make drawings  compute the numbers of the site's pictures, and draw docs/images/
 # make wheels    build, repair and check a wheel for each PyTorch of VERSIONS and TORCH and each Python of PYTHONS, in
 #                dist/
-# make lint      formatting, linters, types
+# make lint      formatting, linters, types, messages of commits
 # make gpu       on a machine with a GPU: build, test, run compute-sanitizer, and measure, in 9 minutes and without a
 #                network; write bench/results/<name of the GPU>.json   make gpu PYTHON=python3 RESULTS=folder MINUTES=9
 # make cuda-check  without a GPU, compile the CUDA kernels that have an instruction budget, for four generations of
@@ -172,6 +172,7 @@ lint: $(VENV)/lint $(VENV)/tidy/units
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 	$(BIN)/python bench/readme.py --check
 	$(BIN)/python docs/write_api.py --check
+	$(BIN)/python tests/commits.py
 	@$(MAKE) --no-print-directory --jobs=$$(getconf _NPROCESSORS_ONLN) tidy
 
 # A translation unit is checked again when one of its sources, a header or a check has changed.
