@@ -1,6 +1,6 @@
 """Gradient scaling and fused multi-step losses for MuZero-family agents, as a C++/CUDA extension for PyTorch."""
 
-__version__ = "0.2.0"  # defined first: the report on an extension that cannot be loaded needs it
+__version__ = "0.3.0"  # defined first: the report on an extension that cannot be loaded needs it
 
 from . import reference
 from ._trajectories import GeneralizedAdvantages, MuZeroTargets, NStepTransitions, VTrace
