@@ -13,6 +13,8 @@
 #                projects, and missing ones are fetched from GitHub
 # make matrix    test the operators and returns with each feature of PyTorch that can break them (torch.compile,
 #                torch.func, DDP and so on), and write bench/results/matrix.json, its table and its picture
+# make curves    train the example agent on all its games with two seeds, for an hour of one processor, and write and
+#                draw bench/results/curves.json
 # make docs      build the documentation site into build/docs; warnings, for example about broken links, are errors
 # make drawings  compute the numbers of the site's pictures, and draw docs/images/
 # make wheels    build, repair and check a wheel for each PyTorch of VERSIONS and TORCH and each Python of PYTHONS, in
@@ -51,7 +53,7 @@ CXX_FILES := $(shell find csrc tests/native tests/ptx -name '*.cu' -o -name '*.c
 
 TIDIED = $(patsubst %.cpp,$(VENV)/tidy/%.ok,$(shell cat $(VENV)/tidy/units 2> /dev/null))
 
-.PHONY: demo test native simulated sanitized fuzz versions bench recipes matrix docs drawings lint tidy gpu cuda-check wheels format clean force
+.PHONY: demo test native simulated sanitized fuzz versions bench recipes matrix curves docs drawings lint tidy gpu cuda-check wheels format clean force
 
 demo: $(VENV)/examples $(VENV)/minatar
 	$(BIN)/python examples/muzero/train.py --game $(GAME) --seed $(SEED)
@@ -155,6 +157,10 @@ matrix: $(VENV)/examples
 	$(BIN)/python bench/readme.py
 	$(BIN)/python docs/draw.py matrix
 
+curves: $(VENV)/examples $(VENV)/minatar
+	$(BIN)/python bench/curves.py --json bench/results/curves.json
+	$(BIN)/python docs/draw.py learning
+
 docs: $(VENV)/docs
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env docs build/docs
 	@echo "built: build/docs/index.html"
@@ -241,6 +247,7 @@ $(VENV)/uv: $(VENV)/torch
 	$(PIP) uv
 	@touch $@
 
-$(VENV)/lint: $(VENV)/torch
-	$(PIP) ruff==0.14.0 mypy==1.18.2 basedpyright==1.40.2 clang-format==19.1.7 clang-tidy==19.1.0
+# The extra "lint" of pyproject.toml, without the package: linters run before anything is compiled.
+$(VENV)/lint: $(VENV)/torch pyproject.toml
+	$(PIP) $(shell sed -n 's/^lint = \[\(.*\)\]/\1/p' pyproject.toml | tr --delete ',"')
 	@touch $@
