@@ -19,7 +19,7 @@ SNIPPETS = [
     for page in PAGES
     for number, snippet in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
 ]
-OPTIONAL = ("accelerate", "lightning", "tensorboard", "tensordict", "torchrl")
+OPTIONAL = ("accelerate", "gymnasium", "lightning", "tensorboard", "tensordict", "torchrl")
 namespaces: list[dict[str, object]] = []
 
 
