@@ -51,8 +51,20 @@ def named_tensors(result: Any) -> str:
     return "\n".join(lines)
 
 
-def shortened_name(name: str, length: int = 40) -> str:
-    """Leave out the middle of a long name."""
+def fitted_table(headers: Sequence[str], rows: Sequence[Sequence[str]], lines: int = 40, columns: int = 100) -> str:
+    """Cut a table to a screen: the middle of long names in its first column, then lines.
+
+    >>> print(fitted_table(["name", "norm"], [["encoder.layers.0.weight", "1.25"]], columns=18))
+    name         norm
+    enco...ight  1.25
+    """
+    whole = [row for row in [headers, *rows] if len(row) == len(headers)]
+    others = sum(2 + max(len(row[column]) for row in whole) for column in range(1, len(headers)))
+    short = [[_without_middle(name, max(columns - others, len(headers[0]))), *cells] for name, *cells in rows]
+    return fitted(table(headers, short), lines, columns)
+
+
+def _without_middle(name: str, length: int) -> str:
     half = (length - 3) // 2
     return name if len(name) <= length else f"{name[:half]}...{name[-half:]}"
 

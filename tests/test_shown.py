@@ -34,11 +34,27 @@ def test_statistics(model):
     assert fits(repr(statistics))
     lines = repr(statistics).splitlines()
     assert lines[1].split()[1:] == ["4", "2", "1", "1", "0", "0", "0"]
-    assert lines[-2:] == ["... 123 more lines; print() shows all", "total norm: 21.91"]  # sqrt(80 * (4 + 2))
+    assert lines[-2:] == ["... 150 more lines; print() shows all", "total norm: 21.91"]  # sqrt(80 * (4 + 2))
+    assert len(lines) == 13
     assert len(str(statistics).splitlines()) == 162
     rows = rows_of(statistics._repr_html_())
     assert rows[2][1:] == ["2", "1.414", "1", "1", "0", "0", "0"]
     assert rows[-1] == ["... and 120 more"]
+
+
+def test_statistics_with_wide_numbers():
+    """Names give way to columns, so that every number can be read."""
+    parameter = torch.nn.Parameter(torch.ones(500, 500))
+    parameter.grad = torch.full((500, 500), -1.2345e-05)
+    named = [("weights", parameter.detach()), ("encoder." * 12 + "weight", parameter), ("missing", None)]
+    header, *rows = repr(gs.gradient_statistics(named)).splitlines()
+    assert header.split() == ["tensor", "numel", "norm", "abs_max", "mean", "zeros", "nans", "infs"]
+    assert max(map(len, rows)) <= 100
+    name, *numbers = rows[1].removeprefix("gradient of ").split()
+    assert numbers == ["250000", "0.006172", "1.234e-05", "-1.234e-05", "0", "0", "0"]
+    assert name.startswith("encode...")
+    assert name.endswith(".encoder.weight")
+    assert rows[2].split() == ["missing", "no", "gradient"]
 
 
 def test_output():
@@ -48,6 +64,9 @@ def test_output():
     assert fits(repr(out))
     lines = repr(out).splitlines()
     assert lines[0] == "MultiStepLossOutput(loss=tensor(720.), num_nonfinite=tensor(0))"
+    assert len(lines) == 13
+    assert lines[-1] == "... 50 more lines; print() shows all"
+    assert len(str(out).splitlines()) == 62
     assert lines[2].split() == ["<critic_0>", "tensor(12.)", "tensor(4.)", "float32", "[4,", "3]"]
     rows = rows_of(out._repr_html_())
     assert rows[1] == ["<critic_0>", "tensor(12.)", "tensor(4.)", "float32 [4, 3]", ""]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .._table import fitted, form, html_table, table
+from .._table import fitted_table, form, html_table, table
 
 
 @dataclass(slots=True, repr=False)
@@ -56,15 +56,21 @@ class MultiStepLossOutput:
         ]
         return ["head", "loss", "mean", "per_step", "also"], rows
 
-    def __repr__(self) -> str:
-        """Scalars, and the shapes of everything else."""
+    def _summary(self) -> str:
         loss = _scalar(self.loss) if self.loss.dim() == 0 else form(self.loss)
-        heading = f"MultiStepLossOutput(loss={loss}, num_nonfinite={_scalar(self.num_nonfinite)})"
-        return fitted(f"{heading}\n{table(*self._heads())}")
+        return f"MultiStepLossOutput(loss={loss}, num_nonfinite={_scalar(self.num_nonfinite)})"
+
+    def __str__(self) -> str:
+        """Scalars, and the shapes of everything else."""
+        return f"{self._summary()}\n{table(*self._heads())}"
+
+    def __repr__(self) -> str:
+        """The first lines, with long names shortened."""
+        return f"{self._summary()}\n{fitted_table(*self._heads(), lines=12)}"
 
     def _repr_html_(self) -> str:
         """The same, for notebooks."""
-        return html_table(repr(self).partition("\n")[0], *self._heads())
+        return html_table(self._summary(), *self._heads())
 
 
 def _scalar(tensor: torch.Tensor) -> str:

@@ -15,7 +15,7 @@ from .._distributed import whole
 from .._native import _C, is_ordinary
 from .._numbers import as_float, check_scalar, real
 from .._ranks import group_of
-from .._table import fitted, html_table, shortened_name, table
+from .._table import fitted_table, html_table, table
 from .adaptive import AdaptiveClipping
 from .listeners import callbacks, is_watched, leaves_graph
 from .passes import Gradients, are_plain, by_kernels, clip, clipping_of, keys_of, listed, statistics_of
@@ -33,8 +33,8 @@ class GradientStatistics:
 
     `norm`, `abs_max` and `mean` are over the finite elements; complex elements enter by their modulus. Used as a number
     (`float()`, `item()`, a format such as ``f"{statistics:.2f}"``, ``statistics > 10``), the object is its
-    `total_norm`. `str()` is a table, `repr()` is as much of it as fits a screen, and `to_dict()` has plain numbers.
-    All of these except the comparisons wait for the device.
+    `total_norm`. `str()` is a table, `repr()` has its first lines, with long names shortened, and `to_dict()` has plain
+    numbers. All of these except the comparisons wait for the device.
     """
 
     names: list[str]
@@ -137,11 +137,11 @@ class GradientStatistics:
         named = {"names": list(self.names), "is_gradient": list(self.is_gradient)}
         return {**named, **lists, "total_norm": self.item(), "norm_type": self.norm_type}
 
-    def _table(self, names: list[str]) -> tuple[list[str], list[list[str]], str]:
+    def _table(self) -> tuple[list[str], list[list[str]], str]:
         """Headers, a row for each tensor, and the total."""
         read = self.to_dict()
         columns = ("numel", "norm", "abs_max", "mean", "zeros", "nans", "infs")
-        heading, labels = _labels(names, self.is_gradient, read["missing"])
+        heading, labels = _labels(self.names, self.is_gradient, read["missing"])
         rows = [
             [label, "no gradient"] if missing else [label, *map(_number, numbers)]
             for label, missing, *numbers in zip(labels, read["missing"], *(read[c] for c in columns), strict=True)
@@ -149,16 +149,16 @@ class GradientStatistics:
         return [heading, *columns], rows, f"total norm: {read['total_norm']:.4g}"
 
     def __str__(self) -> str:
-        headers, rows, total = self._table(self.names)
+        headers, rows, total = self._table()
         return f"{table(headers, rows)}\n{total}"
 
     def __repr__(self) -> str:
-        headers, rows, total = self._table([shortened_name(name) for name in self.names])
-        return f"{fitted(table(headers, rows), 39)}\n{total}"
+        headers, rows, total = self._table()
+        return f"{fitted_table(headers, rows, lines=12)}\n{total}"
 
     def _repr_html_(self) -> str:
         """The table, for notebooks."""
-        headers, rows, total = self._table(self.names)
+        headers, rows, total = self._table()
         return html_table(total, headers, rows)
 
 
