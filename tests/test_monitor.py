@@ -1697,6 +1697,62 @@ def test_plot(tmp_path, monkeypatch):
     assert len(ratios.texts) == 4  # two highest and two lowest; the other lines are grey
 
 
+class Unrolled(nn.Module):
+    """A state that passes through one module several times, and heads that are called once."""
+
+    def __init__(self, heads=1):
+        super().__init__()
+        self.dynamics = nn.Linear(2, 2, bias=False)
+        self.heads = nn.ModuleList([nn.Linear(2, 1, bias=False) for _ in range(heads)])
+
+    def forward(self, x, steps=12):
+        for _ in range(steps):
+            x = self.dynamics(x)
+        return sum(head(x) for head in self.heads)
+
+
+def test_plot_of_activations_by_call():
+    pytest.importorskip("matplotlib")
+    model = Unrolled()
+    with torch.no_grad():
+        model.dynamics.weight.copy_(2 * torch.eye(2))
+        model.heads[0].weight.copy_(torch.tensor([[3.0, 4.0]]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with GradientMonitor(model, optimizer, every=1, activations=["dynamics", "heads.0"]) as watching:
+        for _ in range(30):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    axes = panel(watching.plot(), "gradient norm at each call")
+    assert axes.get_xlabel() == "call in a pass of step 29   (pale: earlier steps)"
+    assert [text.get_text() for text in axes.texts] == ["heads.0", "dynamics"]
+    lines = [line for line in axes.lines if line.get_linewidth() == 1.6]
+    drawn = {len(line.get_xdata()): line for line in lines}
+    assert drawn.keys() == {1, 12}
+    assert drawn[12].get_xdata().tolist() == list(range(12))
+    assert drawn[12].get_ydata().tolist() == [5.0 * 2 ** (11 - call) for call in range(12)]
+    assert drawn[1].get_ydata().tolist() == [1.0]
+    assert len(axes.lines) == 2 * (1 + 8)  # pale lines
+
+
+def test_plot_of_many_activations_and_of_gradients_of_zero():
+    pytest.importorskip("matplotlib")
+    model = Unrolled(heads=40)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    names = [f"heads.{number}" for number in range(40)]
+    for factor in (1.0, 0.0, math.nan):
+        with GradientMonitor(model, optimizer, every=1, activations=names) as watching:
+            for _ in range(2):
+                optimizer.zero_grad()
+                (factor * model(torch.ones(1, 2))).sum().backward()
+                optimizer.step()
+        figure = watching.plot()
+        figure.draw_without_rendering()
+        axes = panel(figure, "gradient norm at each call")
+        assert len(axes.lines) == 80
+        assert len(axes.texts) == 4
+
+
 def panel(figure, title):
     [axes] = [axes for axes in figure.axes if axes.get_title() == title]
     return axes

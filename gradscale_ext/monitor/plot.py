@@ -1,4 +1,4 @@
-"""The figure of a monitor: gradient norms of layers by step, the last histograms, updates, and clipping."""
+"""The figure of a monitor: gradient norms of layers by step, the last histograms, updates, calls, and clipping."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ LONGEST_NAME = 32
 STRAY = 0.005
 """Outer bins of the histograms are not drawn if they have at most this share of each layer's elements."""
 
+EARLIER = 8
+"""The largest number of earlier steps in the chart of calls."""
+
 COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red")
 
 Series = list[tuple[int, float]]
@@ -48,19 +51,23 @@ def draw(history: History, record: Record, selection: Selection, path: str | Pat
         for layer, names in layers.items()
     }
     norms, short = _layer_norms(history, layers), short_names(layers)
+    ratios, clip_rate = _by_tag(history, "update_to_weight_ratio/"), history.get("clip_rate")
+    calls = _by_tag(history, "activation_gradient_norm/")
+    num_panels = 1 + bool(ratios) + bool(calls) + bool(clip_rate)
     height = max(2.2, 1.1 + 0.2 * len(histograms))
-    figure = matplotlib.figure.Figure(figsize=(13, height + 3.4), layout="constrained")
+    figure = matplotlib.figure.Figure(figsize=(max(13, 4.5 * num_panels), height + 3.4), layout="constrained")
     halves: Any = figure.subfigures(2, 1, height_ratios=(height, 3.4))
     upper, lower = halves
     heat, bins = upper.subplots(1, 2, sharey=True, width_ratios=(1.6, 1))
     _draw_norms(upper, heat, norms, short)
     _draw_histograms(bins, histograms, record)
 
-    ratios, clip_rate = _by_tag(history, "update_to_weight_ratio/"), history.get("clip_rate")
-    panels = iter(lower.subplots(1, 1 + bool(ratios) + bool(clip_rate), squeeze=False)[0])
+    panels = iter(lower.subplots(1, num_panels, squeeze=False)[0])
     _draw_lines(next(panels), "gradient norm", _totals(history), norms)
     if ratios:
         _draw_lines(next(panels), "update-to-weight ratio (usually about 1e-3)", {}, ratios)
+    if calls:
+        _draw_calls(next(panels), calls)
     if clip_rate:
         _draw_clip_rate(next(panels), clip_rate)
     if path is not None:
@@ -226,22 +233,49 @@ def _draw_lines(axes: Any, title: str, totals: History, series: History) -> None
     """Draw the totals in black, the two lines with the highest and the two with the lowest last values in colours, and
     the others in grey. Grey lines have no labels."""
     series = {name: found for name, found in series.items() if any(0 < y < math.inf for _, y in found)}
-    ordered = sorted(series, key=lambda name: series[name][-1][1])
-    marked = list(dict.fromkeys([*ordered[:-3:-1], *ordered[:2][::-1]]))
-    short = short_names(series)
-    for name in ordered[2:-2]:
+    colors, short = _colors_of(series), short_names(series)
+    for name in series.keys() - colors:
         _draw_line(axes, series[name], color="0.8", linewidth=0.8)
     labels: list[tuple[float, str, str]] = []
-    for name, color in zip(marked, COLORS, strict=False):
+    for name, color in colors.items():
         _draw_line(axes, series[name], color=color, linewidth=1.2)
         labels.append((series[name][-1][1], short[name], color))
     for (label, found), style in zip(totals.items(), ("-", (0, (4, 2))), strict=False):
         _draw_line(axes, found, color="black", linewidth=1.6, linestyle=style)
         labels.append((found[-1][1], label, "black"))
-    grey = "   (grey: the others)" if len(series) > len(marked) else ""
-    axes.set(title=title, xlabel=f"step{grey}", yscale="log")
+    grey = "   (grey: the others)" if len(series) > len(colors) else ""
+    axes.set(title=title, xlabel=f"step{grey}", yscale=_scale_of({**totals, **series}))
     _finish(axes)
     _label_ends(axes, labels)
+
+
+def _colors_of(series: History) -> dict[str, str]:
+    """The colours of the two lines with the highest and the two with the lowest last values."""
+    ordered = sorted(series, key=lambda name: series[name][-1][1])
+    marked = dict.fromkeys([*ordered[:-3:-1], *ordered[:2][::-1]])
+    return dict(zip(marked, COLORS, strict=False))
+
+
+def _draw_calls(axes: Any, history: History) -> None:
+    """Draw the gradient norms of modules' outputs over the calls in one pass, and label lines as `_draw_lines` does:
+    a line for the last recorded step, and pale ones for up to `EARLIER` steps before it."""
+    by_module: dict[str, dict[int, Series]] = {}
+    for tag, series in sorted(history.items(), key=lambda entry: int(entry[0].rpartition("/")[2])):
+        module, _, call = tag.rpartition("/")
+        for step, norm in series:
+            by_module.setdefault(module, {}).setdefault(step, []).append((int(call), norm))
+    newest = {module: by_step[max(by_step)] for module, by_step in by_module.items()}
+    colors, short = _colors_of(newest), short_names(by_module)
+    for module, by_step in by_module.items():
+        color = colors.get(module, "0.8")
+        *earlier, _ = sorted(by_step)
+        for step in earlier[:: math.ceil(len(earlier) / EARLIER) or 1]:
+            _draw_line(axes, by_step[step], color=color, linewidth=0.8, alpha=0.3)
+        _draw_line(axes, newest[module], color=color, linewidth=1.6)
+    xlabel = f"call in a pass of step {max(map(max, by_module.values()))}   (pale: earlier steps)"
+    axes.set(title="gradient norm at each call", xlabel=xlabel, yscale=_scale_of(history))
+    _finish(axes)
+    _label_ends(axes, [(newest[module][-1][1], short[module], color) for module, color in colors.items()])
 
 
 def _draw_clip_rate(axes: Any, series: Series) -> None:
@@ -253,6 +287,11 @@ def _draw_clip_rate(axes: Any, series: Series) -> None:
 
 def _draw_line(axes: Any, series: Series, **style: Any) -> None:
     axes.plot(*zip(*series, strict=True), marker="o" if len(series) < 3 else None, markersize=4, **style)
+
+
+def _scale_of(history: History) -> str:
+    """Logarithmic, unless nothing can be drawn then."""
+    return "log" if any(0 < y < math.inf for series in history.values() for _, y in series) else "linear"
 
 
 def _label_integers(axes: Any) -> None:
@@ -268,7 +307,7 @@ def _finish(axes: Any) -> None:
 
 def _label_ends(axes: Any, labels: list[tuple[float, str, str]], gap: float = 0.075) -> None:
     """Write names next to the lines' last values, at least `gap` of the axes' height apart."""
-    low, high = map(math.log, axes.get_ylim())
+    low, high = map(math.log, axes.get_ylim()) if axes.get_yscale() == "log" else (0.0, 1.0)
 
     def height_of(value: float) -> float:
         """Between 0 and 1. The value 0 is at the bottom, and inf and NaN are at the top."""
