@@ -159,7 +159,8 @@ matrix: $(VENV)/examples
 
 curves: $(VENV)/examples $(VENV)/minatar
 	$(BIN)/python bench/curves.py --json bench/results/curves.json
-	$(BIN)/python docs/draw.py learning
+	$(BIN)/python bench/plot.py
+	$(BIN)/python bench/readme.py
 
 docs: $(VENV)/docs
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env docs build/docs

@@ -1,5 +1,5 @@
-"""Draws bench/results/loss.svg, the time of a MuZero update's loss against the batch size, and speed.svg, the README's
-table of speeds as bars, from the results of bench/loss.py and bench/heads.py.
+"""Draws pictures of results: loss.svg, the time of a MuZero update's loss against the batch size; speed.svg, the README's
+table of speeds as bars; and learning.svg, the learning curves of bench/curves.py.
 
 python bench/plot.py
 """
@@ -80,7 +80,31 @@ def draw_lines() -> None:
     save(figure, "loss")
 
 
+def draw_learning() -> None:
+    """Returns of self-play by steps of the game, and the evaluation at the end, for each game and seed."""
+    rows = json.loads((RESULTS / "curves.json").read_text())["rows"]
+    titles = list(dict.fromkeys(row["title"] for row in rows))
+    figure, panels = plt.subplots(1, len(titles), figsize=(max(4.2 * len(titles), 6), 3.6), squeeze=False)
+    for axis, title in zip(panels[0], titles, strict=True):
+        for run, color in zip([row for row in rows if row["title"] == title], COLORS.values(), strict=False):
+            steps, means, lows, highs = zip(*(point.values() for point in run["curve"]), strict=True)
+            axis.fill_between(steps, lows, highs, color=color, alpha=0.15, linewidth=0)
+            axis.plot(steps, means, color=color, label=f"self-play, seed {run['seed']}")
+            for (player, found), mark in zip(run["evaluation"].items(), ("D", "x"), strict=True):
+                style = {"color": color, "marker": mark, "linestyle": "", "clip_on": False, "zorder": 3}
+                axis.plot(run["environment_steps"], found["mean"], label=f"evaluation, {player}", **style)
+        axis.set(title=title, xlabel="steps of the game", ylabel="return")
+        axis.set_xlim(left=0)
+        axis.xaxis.set_major_formatter("{x:,.0f}")
+        axis.locator_params(axis="x", nbins=5)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.18))
+    save(figure, "learning")
+
+
 if __name__ == "__main__":
     plt.rcParams["svg.hashsalt"] = "gradscale_ext"  # same numbers, same file
     draw_lines()
     draw_bars()
+    draw_learning()

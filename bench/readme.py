@@ -209,6 +209,11 @@ def flow_table(operators: Iterable[str]) -> str:
     return "\n\n".join([*blocks, machine])
 
 
+def in_code(text: str) -> str:
+    """Names that end in an underscore as code. Between two of them Markdown reads emphasis."""
+    return re.sub(r"[\w.]*(?:_foreach_|clip_grad_)\w+", r"`\g<0>`", text)
+
+
 def ours_and_others(name: str) -> str:
     """Our times, and the other contestants' with ratios to ours. If a size has several rows, the last one is shown."""
     rows, machine = load(name)
@@ -216,7 +221,7 @@ def ours_and_others(name: str) -> str:
     for what in dict.fromkeys(row["pass"] for row in rows):
         for size, found in contestants_by_row(rows, what).items():
             own, *others = found.items()
-            compared = (f"{other} {row['median_ms']:.2f} ({row['ratio']:.1f}x)" for other, row in others)
+            compared = (f"{in_code(other)} {row['median_ms']:.2f} ({row['ratio']:.1f}x)" for other, row in others)
             lines.append([f"{what}: {size}", f"{own[1]['median_ms']:.2f}", ", ".join(compared)])
     return table(["ms", "ours", "others"], lines) + "\n\n" + machine
 
@@ -248,6 +253,23 @@ def actors_table() -> str:
         f"{machine['torch']}; medians, timed alternately (`bench/results/actors.json`)."
     )
     return table(["actors", *modes], lines) + "\n\n" + measured
+
+
+def curves_table() -> str:
+    """What the example agent has learned at the end of each run."""
+    data = json.loads((RESULTS / "curves.json").read_text())
+    lines = []
+    for row in data["rows"]:
+        results = [
+            f"{found['mean']:.4g} in {found['episodes']} episodes ({player})"
+            for player, found in row["evaluation"].items()
+        ]
+        counts = [f"{row[name]:,}" for name in ("environment_steps", "learner_steps", "processor_s")]
+        end = "solved" if row["solved"] else "steps or time"
+        lines.append([f"{row['title']}, seed {row['seed']}", end, *counts, "; ".join(results)])
+    measured = f"{described(data['machine'])}; one run for each row (`bench/results/curves.json`)."
+    header = ["game", "ended by", "steps of the game", "learner steps", "processor, s", "mean return of the evaluation"]
+    return table(header, lines) + "\n\n" + measured
 
 
 def matrix_table() -> str:
@@ -493,6 +515,7 @@ def hosts_table() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "curves": curves_table,
     "recipes": recipes_table,
     "recipes, differences": recipes_differences_table,
     "recipes, lines": recipes_lines_table,
@@ -522,7 +545,11 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 #: Pictures under bench/results/, and what they are drawn from.
-PICTURES: dict[str, Callable[[], Any]] = {"speed": speed_rows, "loss": lambda: load("loss")}
+PICTURES: dict[str, Callable[[], Any]] = {
+    "speed": speed_rows,
+    "loss": lambda: load("loss"),
+    "learning": lambda: load("curves"),
+}
 
 
 def source_of(picture: str) -> str:

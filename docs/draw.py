@@ -315,18 +315,18 @@ def house() -> Figure:
     empty(axes, 9.0, 5.0)
     rows = [
         (4.7, [("flow.py", BLUE), ("loss/, heads.py, support.py", BLUE), ("returns.py", BLUE)]),
-        (4.15, [("statistics/", BLUE), ("monitor/", BLUE), ("diagnosis/", BLUE)]),
+        (4.15, [("statistics/", BLUE), ("monitor/", BLUE), ("diagnosis/", BLUE), ("capture/", BLUE)]),
         (
             3.4,
             [("reference/: all of it in plain PyTorch", GOLD), ("_context.py: which context is this call in?", GREY)],
         ),
         (2.7, [("csrc/module.cpp: the front door of the C++ side", GREY)]),
-        (1.8, [(f"csrc/{name}/", GREEN) for name in ("flow", "loss", "support", "statistics", "returns")]),
+        (1.8, [(f"csrc/{name}/", GREEN) for name in ("flow", "loss", "support", "statistics", "returns", "capture")]),
         (1.1, [("csrc/torch/: autograd, contexts, the pool of gradients' memory", GREY)]),
         (
             0.4,
             [
-                ("csrc/formulas/: CPU and GPU alike", RED),
+                ("csrc/formulas/: for both", RED),
                 ("csrc/cpu/: lanes", GREY),
                 ("csrc/cuda/: lanes, launches", GREY),
             ],
@@ -335,7 +335,7 @@ def house() -> Figure:
     for y, parts in rows:
         width = 8.6 / len(parts)
         for index, (text, color) in enumerate(parts):
-            box(axes, 0.2 + width * (index + 0.5), y, text, width - 0.15, color, 0.45)
+            box(axes, 0.2 + width * (index + 0.5), y, text, width - 0.1, color, 0.45)
     return figure
 
 

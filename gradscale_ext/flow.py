@@ -74,8 +74,8 @@ def reverse_gradient(x: Tree, scale: float | torch.Tensor = 1.0, **other: NoRetu
     """Return `x` unchanged; the gradient that flows back through the result is multiplied by ``-scale``.
 
     Forward ``y = x``; backward ``dL/dx = -scale * dL/dy``. The gradient reversal layer of domain-adversarial training
-    (Ganin et al. 2016, DANN): the features before it learn to confuse the classifier behind it. What is said of
-    `scale_gradient` holds here, forward mode and every context included.
+    (Ganin et al. 2016, DANN): the features before it learn to confuse the classifier behind it. The rules of
+    `scale_gradient` apply, in forward mode and in every other context.
 
     Args:
         x: floating or complex tensor of any shape, or a structure of them.

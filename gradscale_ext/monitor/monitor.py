@@ -172,8 +172,8 @@ class GradientMonitor:
 
         Above, a row for each layer: its gradient norm over the steps as a heat map (black is 0), and the histogram of
         its elements at the last step. Below, over the steps: gradient norms, update-to-weight ratios of the parameters,
-        and the clip rate; and with `activations`, over the calls of a pass, the gradient norms of their outputs. The two
-        lines that end highest and the two that end lowest are labelled.
+        and the clip rate; with `activations`, also the gradient norms of their outputs over the calls of a pass. The
+        two lines that end highest and the two that end lowest are labelled.
 
         Args:
             path: where to save the picture as well, in the format of its suffix.
