@@ -1,5 +1,5 @@
-"""Draws pictures of results: loss.svg, the time of a MuZero update's loss against the batch size; speed.svg, the README's
-table of speeds as bars; and learning.svg, the learning curves of bench/curves.py.
+"""Draws pictures of results: loss.svg, the time of a MuZero update's loss against the batch size; speed.svg, a table of
+README as bars; and learning.svg, the learning curves of bench/curves.py.
 
 python bench/plot.py
 """
