@@ -46,6 +46,12 @@ def test_releases_of_pytorch_and_python():
     assert [name.rstrip(".") for name in quoted(r"^python: \[(.+)\]$", "conda/variants.yaml")] == pythons.split()
 
 
+def test_the_workflow_runs_all_checks():
+    (checks,) = found(r"^ALL=\((.+)\)$", ".ci/run")
+    (jobs,) = found(r"^ +checks: \[(.+)\]$", ".github/workflows/ci.yml")
+    assert jobs.replace(",", "").split() == checks.split()
+
+
 def test_wheels_are_tried_with_the_example_of_the_readme():
     (pattern,) = found(r're\.search\(r"(.+)", readme', ".ci/wheels")
     example = re.search(pattern.replace(r"\n", "\n"), (ROOT / "README.md").read_text(), re.DOTALL)
