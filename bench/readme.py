@@ -33,7 +33,8 @@ def load(name: str) -> tuple[list[dict[str, Any]], str]:
 
 
 def described(machine: dict[str, str]) -> str:
-    return f"{machine['cpu']}, {machine['threads']} threads, {machine['instruction set']}, PyTorch {machine['torch']}"
+    threads = "1 thread" if machine["threads"] == "1" else f"{machine['threads']} threads"
+    return f"{machine['cpu']}, {threads}, {machine['instruction set']}, PyTorch {machine['torch']}"
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
