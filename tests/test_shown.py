@@ -70,6 +70,11 @@ def test_output():
     assert lines[2].split() == ["<critic_0>", "tensor(12.)", "tensor(4.)", "float32", "[4,", "3]"]
     rows = rows_of(out._repr_html_())
     assert rows[1] == ["<critic_0>", "tensor(12.)", "tensor(4.)", "float32 [4, 3]", ""]
+    head = "critic." * 20 + "first"
+    out = gs.multi_step_loss({head: gs.MeanSquaredError()}, {head: [torch.ones(4)]}, {head: torch.zeros(4, 1)})
+    assert fits(repr(out))
+    assert repr(out).splitlines()[1].split() == [*str(out).splitlines()[1].split()]
+    assert head in str(out)
     assert "loss=float32 [4]" in repr(gs.reduce_multi_step(torch.ones(4, 3), reduction="none"))
 
 
