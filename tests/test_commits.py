@@ -1,7 +1,6 @@
 """The check of commit messages."""
 
 import pytest
-
 from commits import LONGEST, problems_of
 
 GOOD = "Scan long rows with one counter\n\nEach chunk waited for its predecessor in turn.\n"
