@@ -28,14 +28,21 @@ FUNCTIONS = {"operator": gs.multi_step_loss, "reference": gs.reference.multi_ste
 
 
 def named(numbers):
-    """Each number, by the operator and by the reference. The reference of most heads runs in .ci/run only."""
+    """Each number, by the operator and by the reference. The reference of most heads, and the weight, which is the same
+    code for all heads, run in .ci/run only."""
+
+    def is_slow(kind, field, function):
+        return (function == "reference" and kind not in ("huber", "soft_cross_entropy")) or (
+            field == "weight" and kind != "huber"
+        )
+
     cases = [
         pytest.param(
             kind,
             field,
             function,
             id=f"{kind}.{field}-{function}",
-            marks=[pytest.mark.slow] if function == "reference" and kind not in ("huber", "soft_cross_entropy") else [],
+            marks=[pytest.mark.slow] if is_slow(kind, field, function) else [],
         )
         for kind, field in numbers
         for function in FUNCTIONS
