@@ -10,6 +10,7 @@ Everything else about the package is in pyproject.toml. Environment variables:
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import re
@@ -180,6 +181,15 @@ def translation_units() -> list[str]:
     return units
 
 
+def digest_of_sources() -> str:
+    """A digest of the sources of the package, Python and C++."""
+    digest = hashlib.sha256()
+    for path in sorted([*ROOT.glob("csrc/**/*"), *ROOT.glob("gradscale_ext/**/*.py")]):
+        if path.is_file() and path.name != "_build.py":
+            digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
 def extension(torch, cpp_extension):  # type: ignore[no-untyped-def]
     """The extension module with its sources and flags."""
     flags, link_flags = compile_arguments()
@@ -199,9 +209,10 @@ def build_command(torch, cpp_extension, compiler):  # type: ignore[no-untyped-de
         def run(self) -> None:
             super().run()
             self._build_py().write_text(
-                '"""Written by setup.py: what the extension next to this file was compiled against."""\n\n'
+                '"""Written by setup.py: what the extension next to this file was compiled from, and against."""\n\n'
                 f"TORCH_VERSION = {str(torch.__version__)!r}\n"
                 f"COMPILER = {compiler!r}\n"
+                f"SOURCES = {digest_of_sources()!r}\n"
             )
             if architectures := os.environ.get("GRADSCALE_ARCHITECTURES", "").split():
                 self._compile_kernels(architectures)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.compiler.config
 from torch.autograd import forward_ad
 
 from . import _context, _kernels
@@ -25,7 +26,7 @@ def _explain(error: ImportError) -> ImportError:
             "checkout that shadows an installed gradscale_ext, start Python from another folder; otherwise compile it, "
             f"in the checkout: `{INSTALL} -e .`"
         )
-    built = _version_built_with()
+    built = _built("TORCH_VERSION")
     if built is not None and built != torch.__version__:
         return ImportError(
             f"gradscale_ext was compiled against PyTorch {built}, but PyTorch {torch.__version__} is installed now; "
@@ -39,10 +40,11 @@ def __package_path() -> str:
     return str(specification.origin).removesuffix("__init__.py") if specification else "gradscale_ext"
 
 
-def _version_built_with() -> str | None:
+def _built(name: str) -> str | None:
+    """What setup.py wrote about the build under this name."""
     try:
-        return str(importlib.import_module("gradscale_ext._build").TORCH_VERSION)
-    except ImportError:
+        return str(getattr(importlib.import_module("gradscale_ext._build"), name))
+    except (ImportError, AttributeError):
         return None
 
 
@@ -61,6 +63,11 @@ except ImportError as error:
     if report.is_running():
         raise SystemExit(report.without_extension(str(_explain(error)))) from None
     raise _explain(error) from error
+
+
+# torch.compile keeps graphs on the disk, with the operations that it traced in this package. A program that imports
+# another build of the package must not find them.
+torch.compiler.config.cache_key_tag += f"gradscale_ext {_built('SOURCES')}"
 
 
 def _seen(function: Any) -> Any:

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 import gradscale_ext as gs
+from gradscale_ext import _build
 
 pytestmark = pytest.mark.untraced
 
@@ -499,3 +501,22 @@ def test_values_and_gradients_are_those_of_eager_mode(group, fullgraph):
         for key, wanted in expected_gradients[name].items():
             assert wanted is not None, f"{name}: the program uses {key} in nothing that is differentiable"
             assert_same(gradients[name][key], wanted, f"{name}, gradient of {key}")
+
+
+def test_graphs_of_another_build_are_not_found(tmp_path, monkeypatch):
+    """torch.compile keeps graphs on the disk, with the operations that it traced in this package."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", True)
+    x = torch.randn(8, requires_grad=True)
+
+    def cache_hits():
+        torch._dynamo.reset()
+        counters.clear()
+        torch.compile(lambda x: gs.scale_gradient(x, 0.5).sin().sum())(x).backward()
+        return counters["aot_autograd"]["autograd_cache_hit"]
+
+    assert [cache_hits(), cache_hits()] == [0, 1]
+    tag = torch.compiler.config.cache_key_tag
+    assert tag.endswith(_build.SOURCES)
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", tag.replace(_build.SOURCES, "another build"))
+    assert cache_hits() == 0

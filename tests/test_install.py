@@ -47,6 +47,20 @@ def setup():
 # ---- number of compile jobs ------------------------------------------------------------------------------------------
 
 
+def test_the_digest_of_the_sources(setup, monkeypatch, tmp_path):
+    (tmp_path / "csrc" / "flow").mkdir(parents=True)
+    (tmp_path / "gradscale_ext").mkdir()
+    monkeypatch.setattr(setup, "ROOT", tmp_path)
+    digests = [setup.digest_of_sources()]
+    for path in ("csrc/flow/identity.h", "gradscale_ext/flow.py"):
+        for text in ("a", "b"):
+            (tmp_path / path).write_text(text)
+            digests.append(setup.digest_of_sources())
+    (tmp_path / "gradscale_ext" / "_build.py").write_text("SOURCES = ''")
+    assert len(set(digests)) == 5
+    assert setup.digest_of_sources() == digests[-1]
+
+
 def test_jobs(setup):
     assert setup.choose_jobs(16, 128 << 30) == 16
     assert setup.choose_jobs(16, 9 << 30) == 4
@@ -98,6 +112,7 @@ def test_what_is_built(setup, tmp_path, monkeypatch):
     build.run()
     written = runpy.run_path(build.get_outputs()[1])
     assert (written["TORCH_VERSION"], written["COMPILER"]) == ("2.11.0", 'c++ "12"')
+    assert written["SOURCES"] == setup.digest_of_sources()
     assert commands == []
     monkeypatch.setenv("GRADSCALE_ARCHITECTURES", "80 90")
     build.run()
@@ -331,7 +346,7 @@ def installed(site_packages):
 
 def import_remedies(monkeypatch):
     """Commands in the import errors of an extension that is not compiled, and of one compiled for another PyTorch."""
-    monkeypatch.setattr(_native, "_version_built_with", lambda: "2.11.0")
+    monkeypatch.setattr(_native, "_built", lambda name: "2.11.0")
     another = commands_in(str(_native._explain(ImportError("undefined symbol"))))
     monkeypatch.setattr(_native.importlib.util, "find_spec", lambda name: None)
     missing = commands_in(str(_native._explain(ImportError("no module"))))

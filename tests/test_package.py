@@ -114,12 +114,12 @@ def test_the_error_explains_an_extension_that_does_not_load(tmp_path):
 
 
 def test_the_error_explains_another_pytorch(monkeypatch):
-    monkeypatch.setattr(_native, "_version_built_with", lambda: "2.11.0")
+    monkeypatch.setattr(_native, "_built", lambda name: "2.11.0")
     message = str(_native._explain(ImportError("undefined symbol: _ZN2at4fooE")))
     assert "compiled against PyTorch 2.11.0" in message
     assert "undefined symbol" in message
     assert "`python -m pip install torch==2.11.0`, or compile gradscale_ext again" in message
-    monkeypatch.setattr(_native, "_version_built_with", lambda: None)
+    monkeypatch.setattr(_native, "_built", lambda name: None)
     assert "could not be loaded: undefined symbol" in str(_native._explain(ImportError("undefined symbol: x")))
 
 
