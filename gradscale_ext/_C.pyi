@@ -4,6 +4,7 @@ from typing import Any
 from torch import Tensor
 
 torch_version: str
+functions_over_trajectories: dict[str, int]
 
 class Plan:
     def __init__(self, heads: dict[str, Any], names: Sequence[str], numbers: Sequence[float]) -> None: ...

@@ -8,15 +8,16 @@ from typing import Any
 import torch
 
 from . import _context, _distributed, reference
-from . import _native as _native  # registers the operators
+from . import _native
+from ._native import _C
 from ._trajectories import CLIPS, Discount, MuZeroTargets, Trajectories, result_dtype
 from ._window_values import check_targets, check_values
 from ._windows import Window
 from .reference.returns import times
 
-#: The functions in the order of `Formula` in csrc/returns/call.h.
-FUNCTIONS = ("lambda_returns", "generalized_advantages", "vtrace", "retrace", "n_step_returns", "n_step_transitions")
-_TWO_RESULTS = ("generalized_advantages", "vtrace")
+#: The number that an operator has for each function.
+FORMULAS = {function: formula for formula, function in enumerate(_C.functions_over_trajectories)}
+_NUM_RESULTS = tuple(_C.functions_over_trajectories.values())
 
 Dims = tuple[int | None, ...]
 
@@ -82,7 +83,7 @@ def _operator(
     inputs = (rewards, values, next_values, ratios, discounts, lambdas, terminated, truncated, mask)
     numbers = (discount, lambda_, *clips, n, batch_first)
     is_adjoint, wants, observations = False, [False] * 3, next_values is None and function != "n_step_transitions"
-    formula = FUNCTIONS.index(function)
+    formula = FORMULAS[function]
     return tuple(torch.ops.gradscale_ext.returns(is_adjoint, formula, wants, observations, *inputs, *numbers))
 
 
@@ -204,9 +205,9 @@ def _shapes(
     if not is_adjoint:
         if observations and others[0] is None:
             shape = (shape[0], shape[1] - 1) if batch_first else (shape[0] - 1, shape[1])
-        if FUNCTIONS[formula] == "n_step_transitions":
+        if formula == FORMULAS["n_step_transitions"]:
             return [given.new_empty(shape, dtype=kind) for kind in (dtype, dtype, torch.int64)]
-        return [given.new_empty(shape, dtype=dtype) for _ in range(2 if FUNCTIONS[formula] in _TWO_RESULTS else 1)]
+        return [given.new_empty(shape, dtype=dtype) for _ in range(_NUM_RESULTS[formula])]
     longer = (shape[0], shape[1] + 1) if batch_first else (shape[0] + 1, shape[1])
     sizes = (shape, longer if observations else shape, shape)
     return [given.new_empty(size, dtype=dtype) for size, wanted in zip(sizes, wants, strict=True) if wanted]

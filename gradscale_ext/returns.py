@@ -14,7 +14,7 @@ import torch
 
 from . import _context
 from ._native import _C
-from ._returns_operator import FUNCTIONS, run, run_muzero
+from ._returns_operator import FORMULAS, run, run_muzero
 from ._trajectories import (
     Discount,
     GeneralizedAdvantages,
@@ -26,9 +26,6 @@ from ._trajectories import (
 from ._windows import check_window
 
 Tensor = torch.Tensor
-
-
-_FORMULAS = {function: formula for formula, function in enumerate(FUNCTIONS)}
 
 
 def _results(
@@ -52,7 +49,7 @@ def _results(
     flags = (terminated, truncated, mask)
     if _context.is_eager():
         results = _C.returns(
-            _FORMULAS[function], rewards, values, next_values, ratios, discount, lambda_, *flags, clips, n, batch_first
+            FORMULAS[function], rewards, values, next_values, ratios, discount, lambda_, *flags, clips, n, batch_first
         )
         if results is not None:
             return results

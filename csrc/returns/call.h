@@ -6,10 +6,24 @@
 
 namespace gradscale {
 
+// The functions over trajectories: name, name of the types of kernels and autograd nodes, and number of results.
+//
 // A function, except for the two of n steps, computes a recurrence y_t = a_t + b_t y_{t+1}. Its adjoint is the
 // transposed function, y_t = a_t + b_t y_{t-1}. The adjoint turns the gradients of the results into the gradients of
 // rewards, values and next values.
-enum class Formula : int32_t { lambda_returns, generalized_advantages, vtrace, retrace, n_step, n_step_transitions };
+// clang-format off
+#define GRADSCALE_FORMULAS(formula)                        \
+  formula(lambda_returns, LambdaReturns, 1)                \
+  formula(generalized_advantages, GeneralizedAdvantages, 2) \
+  formula(vtrace, VTrace, 2)                               \
+  formula(retrace, Retrace, 1)                             \
+  formula(n_step_returns, NStepReturns, 1)                 \
+  formula(n_step_transitions, NStepTransitions, 3)
+// clang-format on
+
+#define GRADSCALE_ENUMERATOR(name, ...) name,
+enum class Formula : int32_t { GRADSCALE_FORMULAS(GRADSCALE_ENUMERATOR) };
+#undef GRADSCALE_ENUMERATOR
 
 // The dimensions of strides.
 constexpr int kRow = 0;
@@ -93,7 +107,7 @@ struct ReturnsCall {
 
 // n-step returns and n-step transitions are computed in blocks of steps of a row.
 GRADSCALE_HOST_DEVICE bool has_blocks(const ReturnsCall& call) {
-  return call.formula == Formula::n_step || call.formula == Formula::n_step_transitions;
+  return call.formula == Formula::n_step_returns || call.formula == Formula::n_step_transitions;
 }
 GRADSCALE_HOST_DEVICE int64_t n_step_block_size(const ReturnsCall& call) {
   return !call.is_adjoint || call.n == 1 ? call.n : call.n - 1;

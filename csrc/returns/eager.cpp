@@ -192,7 +192,7 @@ Results returns_in_eager_mode(
   LinearCall call{};
   const auto function = static_cast<Formula>(formula);
   call.formula = formula;
-  const bool has_n = function == Formula::n_step || function == Formula::n_step_transitions;
+  const bool has_n = function == Formula::n_step_returns || function == Formula::n_step_transitions;
   call.observations = next_values.is_none() && function != Formula::n_step_transitions;
   const bool reads_values = call.observations || !(has_n || function == Formula::lambda_returns);
   read.require(!(reads_values && values.is_none()));
@@ -347,6 +347,11 @@ py::object percentiles_in_eager_mode(py::handle x, py::handle mask, double low, 
 } // namespace
 
 void define_returns(py::module_& m) {
+  py::dict functions; // name -> number of results, in the order of Formula
+  for (const FunctionOverTrajectories& function : kFunctions) {
+    functions[function.name] = function.num_results;
+  }
+  m.attr("functions_over_trajectories") = functions;
   m.def("standardize", &standardize_in_eager_mode);
   m.def("standardize_gradient", &standardize_gradient_in_eager_mode);
   m.def("percentiles", &percentiles_in_eager_mode);

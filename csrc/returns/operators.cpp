@@ -65,7 +65,7 @@ class LinearBackward : public SavingNode {
   }
 
   std::string name() const override {
-    return std::string(kFormulaNames[call_.formula]) + (call_.is_adjoint ? "BackwardBackward" : "Backward");
+    return std::string(kFunctions[call_.formula].type_name) + (call_.is_adjoint ? "BackwardBackward" : "Backward");
   }
 
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
@@ -118,9 +118,7 @@ void check_constant(const char* function, const char* name, const at::Tensor& te
 }
 
 void check_constants(const LinearCall& call) {
-  static const char* const functions[] = {
-      "lambda_returns", "generalized_advantages", "vtrace", "retrace", "n_step_returns", "n_step_transitions"};
-  const char* function = functions[call.formula];
+  const char* function = kFunctions[call.formula].name;
   check_constant(function, "ratios", call.ratios);
   check_constant(function, "discount", call.discounts);
   check_constant(function, "lambda_", call.lambdas);

@@ -284,7 +284,7 @@ void dispatch_call(const ReturnsCall& call, Function function) {
       return either(VTrace(), VTraceAdjoint());
     case Formula::retrace:
       return either(Retrace(), RetraceAdjoint());
-    case Formula::n_step:
+    case Formula::n_step_returns:
     case Formula::n_step_transitions:
       return;
   }

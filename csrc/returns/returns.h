@@ -12,9 +12,16 @@
 
 namespace gradscale {
 
-// The names of kernels and of autograd nodes begin with these.
-constexpr const char* kFormulaNames[] = {
-    "LambdaReturns", "GeneralizedAdvantages", "VTrace", "Retrace", "NStepReturns", "NStepTransitions"};
+struct FunctionOverTrajectories {
+  const char* name;
+  const char* type_name; // the names of kernels and of autograd nodes begin with it
+  int64_t num_results;
+};
+
+// In the order of Formula.
+#define GRADSCALE_FUNCTION(name, type_name, num_results) {#name, #type_name, num_results},
+constexpr FunctionOverTrajectories kFunctions[] = {GRADSCALE_FORMULAS(GRADSCALE_FUNCTION)};
+#undef GRADSCALE_FUNCTION
 
 // A linear function of its inputs: one of the functions, or its adjoint. Discounts and steps of n-step transitions are
 // constants. The adjoint of n-step transitions is the adjoint of n-step returns.

@@ -161,14 +161,14 @@ void launch_returns(ReturnsCall call, bool across, const OnDevice& device) {
     const int64_t threads = call.rows * n_step_blocks_of_row(call);
     const at::Tensor memory = device.memory(threads * 2 * n_step_block_size(call) * bytes);
     call.workspace = memory.mutable_data_ptr();
-    const char* kind = call.is_adjoint                   ? "NStep::adjoint"
-                       : call.formula == Formula::n_step ? "NStep::returns"
-                                                         : "NStep::transitions";
+    const char* kind = call.is_adjoint                           ? "NStep::adjoint"
+                       : call.formula == Formula::n_step_returns ? "NStep::returns"
+                                                                 : "NStep::transitions";
     const std::string name = instance("n_step_blocks", {type, kind, across ? "true" : "false"});
     device.launch(kWindowsFile, name, blocks_for(threads, kThreads), kThreads, call);
     return;
   }
-  const std::string formula = kFormulaNames[static_cast<int>(call.formula)];
+  const std::string formula = kFunctions[static_cast<int>(call.formula)].type_name;
   const std::vector<std::string> arguments{type, formula + (call.is_adjoint ? "Adjoint" : ""), form_of(call)};
   if (uses_chunks(call)) {
     const int64_t chunks = call.rows * blocks_for(call.steps, kChunkSteps);
@@ -276,7 +276,7 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   call.formula = formula;
   if (has_blocks(call) && !is_transitions) {
     // If no window ends because it has n steps, n-step returns are λ-returns with λ = 1, which Python passes.
-    call.formula = call.n == call.steps ? Formula::lambda_returns : Formula::n_step;
+    call.formula = call.n == call.steps ? Formula::lambda_returns : Formula::n_step_returns;
   }
   call.is_adjoint = linear.is_adjoint;
   const auto read = [&](OperandIndex index, const at::Tensor& tensor, double constant) {
@@ -304,7 +304,7 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
     return output;
   };
   std::vector<at::Tensor> results;
-  const bool has_two_results = formula == Formula::generalized_advantages || formula == Formula::vtrace;
+  const bool has_two_results = kFunctions[linear.formula].num_results == 2;
   if (!linear.is_adjoint) {
     if (has_observations && inputs[1].defined()) {
       // Functions with one result do not read the values of their own steps.

@@ -73,7 +73,7 @@ void n_step_rows_of(const ReturnsCall& call, int64_t begin, int64_t end) {
 void n_step_rows(const ReturnsCall& call, int64_t begin, int64_t end) {
   if (call.is_adjoint) {
     n_step_rows_of<NStep::adjoint>(call, begin, end);
-  } else if (call.formula == Formula::n_step) {
+  } else if (call.formula == Formula::n_step_returns) {
     n_step_rows_of<NStep::returns>(call, begin, end);
   } else {
     n_step_rows_of<NStep::transitions>(call, begin, end);
