@@ -61,6 +61,10 @@ const Driver& driver() {
   return cuda_driver;
 }
 
+void check(int error, const char* function) {
+  TORCH_CHECK(error == 0, "gradscale_ext: ", function, " failed: ", driver().error(error));
+}
+
 // Returns the current device. Makes its context current in a new thread, which has none yet.
 int current_device() {
   if (driver_for_cpu != nullptr) {
@@ -69,8 +73,8 @@ int current_device() {
   const int device = c10::impl::VirtualGuardImpl(c10::kCUDA).getDevice().index();
   void* context = nullptr;
   if (driver().cuCtxGetCurrent(&context) != 0 || context == nullptr) {
-    driver().cuDevicePrimaryCtxRetain(&context, device);
-    driver().cuCtxSetCurrent(context);
+    check(driver().cuDevicePrimaryCtxRetain(&context, device), "cuDevicePrimaryCtxRetain");
+    check(driver().cuCtxSetCurrent(context), "cuCtxSetCurrent");
   }
   return device;
 }
@@ -119,14 +123,14 @@ void* function_of(const char* file, const std::string& name, int device, void* s
     return function; // loaded by another thread
   }
   int mode = kRelaxed;
-  driver().cuThreadExchangeStreamCaptureMode(&mode);
+  check(driver().cuThreadExchangeStreamCaptureMode(&mode), "cuThreadExchangeStreamCaptureMode");
   void* module = nullptr;
   void* function = nullptr;
   int error = driver().cuModuleLoadData(&module, image.c_str());
   if (error == 0) {
     error = driver().cuModuleGetFunction(&function, module, entry.c_str());
   }
-  driver().cuThreadExchangeStreamCaptureMode(&mode);
+  check(driver().cuThreadExchangeStreamCaptureMode(&mode), "cuThreadExchangeStreamCaptureMode"); // as it was
   TORCH_CHECK(error == 0, "gradscale_ext: the kernel ", name, " could not be loaded: ", driver().error(error));
   functions[{device, name}] = function;
   return function;
