@@ -186,11 +186,18 @@ void Call::make_gradients() {
 // ---- The pass -------------------------------------------------------------------------------------------------------
 
 Pass Call::begin_pass() {
+  Pass pass{};
+  pass.is_backward = grad_output.defined();
+  pass.has_gradients = !gradients.empty();
+  if (!pass.has_gradients) {
+    make_gradients();
+  }
+  if (!on_device || !pass.is_backward) {
+    make_outputs();
+  }
   outputs.per_step.resize(heads->size());
   outputs.details.resize(heads->size());
   outputs.shares.resize(heads->size());
-  Pass pass{};
-  pass.is_backward = grad_output.defined();
   pass.grad_output = slab(grad_output, pass.is_backward && grad_output.dim() != 0 ? grad_output.stride(0) : 0);
   for (size_t h = 0; h < heads->size(); ++h) {
     add_coefficients(h, pass.grad_output);

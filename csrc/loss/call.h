@@ -252,13 +252,8 @@ struct Call : Options {
   template <class Visit>
   void each_tensor(Visit visit) const;
 
-  // Makes tensors for the results of a forward pass.
-  void make_outputs();
-  // Allocates contiguous gradients with the shapes of the predictions.
-  void make_gradients();
-
-  // Describes a pass over the rows that writes the allocated outputs and gradients; valid until end_pass(), which gets
-  // the launches that computed it.
+  // Allocates outputs and gradients, unless they are there already, and describes the pass over the rows that writes
+  // them; valid until end_pass(), which gets the launches that computed it.
   Pass begin_pass();
   void end_pass(std::shared_ptr<const Launches> used);
 
@@ -270,7 +265,12 @@ struct Call : Options {
   Slab slab(const at::Tensor& tensor, int64_t stride) const;
 
  private:
+  // Makes tensors for the results of a forward pass.
+  void make_outputs();
   at::Tensor make_entries(size_t head) const;
+  // Allocates contiguous gradients with the shapes of the predictions.
+  void make_gradients();
+
   void add_coefficients(size_t head, Slab incoming);
   bool counts_on_device(size_t head) const;
   double entries_of(size_t head, const StepMask& counted) const;

@@ -209,15 +209,7 @@ void reduce(const Pass& pass) {
 } // namespace
 
 void run(Call& call) {
-  const bool has_gradients = !call.gradients.empty();
-  if (!has_gradients) {
-    call.make_gradients();
-  }
-  if (!call.on_device || !call.grad_output.defined()) {
-    call.make_outputs();
-  }
-  Pass pass = call.begin_pass();
-  pass.has_gradients = has_gradients;
+  const Pass pass = call.begin_pass();
   std::shared_ptr<const Launches> launches;
   if (call.on_device) {
     launches = launch_loss(pass, OnDevice(call.sum_options.device()));

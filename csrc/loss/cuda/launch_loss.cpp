@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
-#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -152,24 +151,25 @@ class Launches {
  public:
   Launches(const Pass& pass, const OnDevice& device) {
     argument_.pass = pass;
-    const auto [warps, groups] = share_totals(pass, argument_);
-    totals_threads_ = static_cast<int>(32 * warps);
-    totals_blocks_ = (groups + (1 << argument_.groups_shift) - 1) >> argument_.groups_shift;
-    const auto bytes_of_block = static_cast<int64_t>(sizeof(LossSums) + pass.num_heads * sizeof(HeadSums));
-    workspace_ =
-        device.memory(totals_blocks_ * bytes_of_block + static_cast<int64_t>(sizeof(LossSums))); // the counter, aligned
-    argument_.partial.losses = static_cast<LossSums*>(workspace_.mutable_data_ptr());
-    argument_.partial.heads = reinterpret_cast<HeadSums*>(argument_.partial.losses + totals_blocks_);
-    argument_.blocks_done = reinterpret_cast<unsigned*>(argument_.partial.heads + totals_blocks_ * pass.num_heads);
+    if (!pass.is_backward) {
+      prepare_totals(device);
+    }
     argument_.rows_per_warp = balanced_rows_per_warp(pass.batch * pass.num_segments, multiprocessors());
     for (int64_t i = 0; i < pass.num_segments; ++i) {
       if (!pass.is_backward || pass.segments[i].gradient.data != nullptr) {
         add_to_span(i);
       }
     }
-    if (blocks_ > INT32_MAX / 2) { // so that the index of a block plus their number does not overflow
-      throw std::runtime_error("multi_step_loss: the batch is too large for one launch; split it");
-    }
+    constexpr int64_t most_blocks = INT32_MAX / 2; // the index of a block plus their number does not overflow
+    TORCH_CHECK_VALUE(
+        blocks_ <= most_blocks,
+        "multi_step_loss: a batch of ",
+        pass.batch,
+        " samples needs ",
+        blocks_,
+        " blocks in one launch, and at most ",
+        most_blocks,
+        " are possible; split the batch");
     argument_.num_blocks = blocks_;
     argument_.heads = table_.add(pass.heads, pass.num_heads);
     argument_.coefficients = table_.add(pass.coefficients, pass.num_heads);
@@ -207,11 +207,30 @@ class Launches {
   }
 
  private:
+  void prepare_totals(const OnDevice& device) {
+    const int64_t num_heads = argument_.pass.num_heads;
+    const auto [warps, groups] = share_totals(argument_.pass, argument_);
+    totals_threads_ = static_cast<int>(32 * warps);
+    totals_blocks_ = (groups + (1 << argument_.groups_shift) - 1) >> argument_.groups_shift;
+    const auto bytes_of_block = static_cast<int64_t>(sizeof(LossSums) + num_heads * sizeof(HeadSums));
+    workspace_ =
+        device.memory(totals_blocks_ * bytes_of_block + static_cast<int64_t>(sizeof(LossSums))); // the counter, aligned
+    argument_.partial.losses = static_cast<LossSums*>(workspace_.mutable_data_ptr());
+    argument_.partial.heads = reinterpret_cast<HeadSums*>(argument_.partial.losses + totals_blocks_);
+    argument_.blocks_done = reinterpret_cast<unsigned*>(argument_.partial.heads + totals_blocks_ * num_heads);
+  }
+
   void add_to_span(int64_t index) {
     const Segment& segment = argument_.pass.segments[index];
-    if (std::max(segment.width, segment.target_width) > INT32_MAX - 64) {
-      throw std::runtime_error("multi_step_loss: a row has more than 2147483583 elements");
-    }
+    constexpr int64_t widest = INT32_MAX - 64;
+    TORCH_CHECK_VALUE(
+        std::max(segment.width, segment.target_width) <= widest,
+        "multi_step_loss: a row must have at most ",
+        widest,
+        " elements on a GPU, but a prediction has ",
+        segment.width,
+        " and its target ",
+        segment.target_width);
     const int32_t threads = threads_for_row(segment.width, element_size(segment.prediction.element), kRowThreads);
     const RowSpecification specification = specification_of(segment);
     const auto found = std::find(row_kinds_.begin(), row_kinds_.end(), specification);
