@@ -15,6 +15,7 @@
 
 #include "../torch/arguments.h"
 #include "../torch/autograd.h"
+#include "../torch/compiled_autograd.h"
 #include "../torch/functionalize.h"
 #include "../torch/tensor_element.h"
 
@@ -31,7 +32,6 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/variable.h>
-#include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
@@ -290,7 +290,7 @@ class OperatorBackward : public SavingNode {
   }
 
   // For compiled autograd, numbers are constants of the graph, and tensors are its inputs.
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+  void compiled_args(CompiledNodeArgs& args) const override {
     Operator::each(operator_, [&](const char*, const auto& argument) {
       if constexpr (std::is_same_v<std::decay_t<decltype(argument)>, Value>) {
         args.collect(is_tensor(&argument) ? std::nullopt : std::optional(std::get<double>(argument)));
@@ -301,10 +301,8 @@ class OperatorBackward : public SavingNode {
     args.collect(saved_, /*is_output=*/false);
   }
 
-  // Compiled autograd puts a call of a function into its graph, which it traces later. Until then, gradients have
-  // neither shapes nor dtypes.
   torch::autograd::variable_list apply_with_saved(
-      const torch::autograd::variable_list& gradients, torch::dynamo::autograd::SwapSavedVariables& swap) override {
+      const torch::autograd::variable_list& gradients, SwapSavedVariables& swap) override {
     const auto for_each_tensor = [&](auto visit) {
       Operator::each(operator_, [&](const char*, auto& argument) {
         if constexpr (std::is_same_v<std::decay_t<decltype(argument)>, at::Tensor>) {
@@ -317,27 +315,12 @@ class OperatorBackward : public SavingNode {
     const Operator op = with_saved_tensors();
     torch::jit::Stack arguments;
     Operator::each(op, ArgumentWriter{arguments});
-    std::vector<at::TypePtr> types;
-    for (const c10::IValue& argument : arguments) {
-      types.push_back(argument.isTensor() ? at::TensorType::get() : argument.type());
-    }
     const auto traced = [](const torch::autograd::variable_list& gradients, const std::vector<c10::IValue>& arguments) {
       Operator op{};
       Operator::each(op, ArgumentReader{arguments.data()});
       return gradients_of(op, gradients[0]);
     };
-    using torch::dynamo::autograd::IValuePacker;
-    const auto outputs = torch::dynamo::autograd::get_input_metadata(next_edges());
-    const auto& compiler = torch::dynamo::autograd::getPyCompilerInterface();
-    const std::string name = compiler->bind_function(
-        swap.get_py_compiler(), Operator::kNodeName, traced, types, /*is_custom_function=*/true);
-    auto result = compiler->call_function(
-        swap.get_py_compiler(),
-        "apply_functional",
-        name,
-        gradients,
-        arguments,
-        IValuePacker<std::decay_t<decltype(outputs)>>::pack(outputs));
+    auto result = call_in_graph(swap, Operator::kNodeName, traced, gradients, arguments, next_edges());
     for_each_tensor([&](auto& tensors) { swap.after(tensors); });
     return result;
   }
