@@ -51,16 +51,7 @@ class ShownOperators(TorchDispatchMode):
     """Lets plain steps run the same operators as a tape, so that bits can be compared."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return (
-            multiplied(*args)
-            if func._schema.name == "gradscale_ext::scale_gradients"
-            else func(*args, **(kwargs or {}))
-        )
-
-
-def multiplied(gradients: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """`scale_gradients`, which otherwise takes the memory of its argument."""
-    return torch.where(gradients == 0, gradients, gradients * factor)
+        return func(*args, **(kwargs or {}))
 
 
 class PythonReads(TorchFunctionMode):
@@ -101,10 +92,7 @@ class Tape(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage._cdata not in self.made and storage._cdata not in self.before:
                 self.before[storage._cdata] = storage, storage.clone()
-        if func._schema.name == "gradscale_ext::scale_gradients":
-            func, result = multiplied, multiplied(*args)
-        else:
-            result = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         for tensor in tensors_of(result):
             if memory(tensor) not in operands:
                 self.made[memory(tensor)] = tensor.untyped_storage()

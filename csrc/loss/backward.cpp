@@ -1,10 +1,11 @@
-#include "python.h"
+#include "backward.h"
 
 #include "../cuda/driver.h"
 #include "../torch/autograd.h"
 #include "../torch/tensor_element.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/as_strided.h>
 #include <ATen/ops/eq.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/mul.h>
@@ -14,6 +15,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <optional>
 #include <type_traits>
 #include <utility>
 
@@ -34,11 +36,10 @@ std::vector<int64_t> versions_of(const Call& call) {
   return versions;
 }
 
-// The call, as saved for the backward pass.
-struct Saved {
+// A call in eager mode, as saved for the backward pass.
+struct SavedCall {
   Call call;
   std::vector<int64_t> versions; // of the given tensors, as the forward pass read them
-  Tensors shares;                // by head, defined where the head weight gets a gradient
   std::shared_ptr<Plan> plan;
 
   void check_unchanged() const {
@@ -62,8 +63,50 @@ bool is_ours(const at::Tensor& gradient) {
   return !gradient.defined() || gradient.use_count() == 1;
 }
 
-// Multiplies the gradients of the forward pass by grad_output, in place if nothing else refers to their memory.
-Tensors multiplied(Tensors gradients, const Call& call, const at::Tensor& grad_output, bool is_one) {
+// grad_output in a shape that broadcasts to `gradient`: a scalar as it is, and [B] along the batch dimension.
+at::Tensor factor_for(const at::Tensor& gradient, const at::Tensor& grad_output, int64_t batch_dim) {
+  if (grad_output.dim() == 0) {
+    return grad_output;
+  }
+  std::vector<int64_t> shape(gradient.dim(), 1);
+  shape[batch_dim] = -1;
+  return grad_output.reshape(shape);
+}
+
+// 0 stays 0, also if the factor is infinite: masked entries, and shares of nothing.
+at::Tensor multiplied(const at::Tensor& gradient, const at::Tensor& factor) {
+  return at::where(at::eq(gradient, 0), gradient, at::mul(gradient, factor));
+}
+
+// The gradient of a head weight, from the head's share of the loss before this weight. It has the type of the loss;
+// autograd converts it to the weight's type.
+at::Tensor head_weight_gradient(const at::Tensor& share, const at::Tensor& grad_output) {
+  const at::Tensor gradient = multiplied(share, grad_output);
+  return share.dim() == 0 ? gradient : gradient.sum();
+}
+
+// The gradients of the operator, by prediction, multiplied and rounded with operations that tracers record. Reads no
+// values itself.
+Tensors traced_gradients(Layout layout, const at::Tensor& grad_output, size_t num_predictions) {
+  const bool per_sample = grad_output.dim() != 0;
+  for (JoinedGradients& joined : layout.joined) {
+    joined.data = per_sample ? joined.data : multiplied(joined.data, grad_output).to(joined.type);
+  }
+  Tensors result(num_predictions);
+  for (const Gradient& gradient : layout.gradients) {
+    at::Tensor own = gradient.in(layout.joined);
+    if (per_sample) {
+      const at::Tensor factor = factor_for(own, grad_output, gradient.batch_dim);
+      own = multiplied(own, factor).to(layout.joined[gradient.joined].type);
+    }
+    result[gradient.prediction] = own;
+  }
+  return result;
+}
+
+// Multiplies the gradients of the forward pass by a finite grad_output, in place if nothing else refers to their
+// memory.
+Tensors scaled(Tensors gradients, const Call& call, const at::Tensor& grad_output, bool is_one) {
   call.each_prediction([&](const Entries& entries, const at::Tensor&, size_t index) {
     at::Tensor& gradient = gradients[index];
     if (!gradient.defined()) {
@@ -82,7 +125,7 @@ Tensors multiplied(Tensors gradients, const Call& call, const at::Tensor& grad_o
 
 // Runs the kernel of the forward pass again for this grad_output: in the memory of the gradients for a grad_output of
 // 1, unless something else refers to it. On a device, the kernel tests whether grad_output is 1.
-Tensors run_again(const Saved& saved, Tensors gradients, const at::Tensor& grad_output) {
+Tensors run_again(const SavedCall& saved, Tensors gradients, const at::Tensor& grad_output) {
   saved.check_unchanged();
   at::Tensor incoming = grad_output.to(saved.call.sum_options);
   if (grad_output.dim() != 0) { // raises if a caller other than the engine passes another size
@@ -148,9 +191,17 @@ py::object to_python(const Entries& entries) {
 
 class MultiStepLossBackward : public BackwardNode {
  public:
-  void set(Tensors gradients, std::shared_ptr<const Saved> saved) {
+  // Everything that a pass reads, except the gradients of a call.
+  struct Saved {
+    Tensors shares;                         // of the head weights, undefined where one gets no gradient
+    std::unique_ptr<const SavedCall> eager; // null for the operator, which has a layout instead
+    std::optional<Layout> layout;
+  };
+
+  // The gradients are those for grad_output 1, by prediction; none for the operator.
+  void set(Saved saved, Tensors gradients) {
+    saved_ = std::make_shared<const Saved>(std::move(saved));
     gradients_ = std::move(gradients);
-    saved_ = std::move(saved);
   }
 
   std::string name() const override {
@@ -171,41 +222,31 @@ class MultiStepLossBackward : public BackwardNode {
   }
 
   autograd::variable_list apply(autograd::variable_list&& inputs) override {
+    const at::Tensor given = std::move(inputs[0]);
     const auto [saved, is_last_use] = begin_pass();
-    if (!inputs[0].defined()) {
+    if (!given.defined()) {
       return autograd::variable_list(num_outputs());
     }
-    at::Tensor grad_output;
-    if (at::GradMode::is_enabled()) {
-      return by_reference(*saved, inputs[0], /*create_graph=*/true);
+    const bool create_graph = at::GradMode::is_enabled();
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        saved->eager != nullptr || !create_graph,
+        "multi_step_loss: a compiled or exported loss has no second derivative; call it outside torch.compile, or use "
+        "gradscale_ext.reference.multi_step_loss inside");
+    at::Tensor grad_output = given;
+    if (saved->eager != nullptr && (create_graph || !ordinary_context() || !read_ordinary(given, grad_output))) {
+      return by_reference(*saved->eager, given, create_graph); // also in a transform (vmap), and for a tensor subclass
     }
-    if (!ordinary_context() || !read_ordinary(inputs[0], grad_output)) { // a transform (vmap), or a tensor subclass
-      return by_reference(*saved, inputs[0], /*create_graph=*/false);
-    }
-    autograd::variable_list result = prediction_gradients(*saved, grad_output, is_last_use);
-    for (size_t h = 0; h < saved->call.head_weights.values.size(); ++h) {
-      const at::Tensor& share = saved->shares[h];
+    autograd::variable_list result =
+        saved->eager != nullptr ? call_gradients(*saved->eager, grad_output, is_last_use)
+                                : traced_gradients(*saved->layout, grad_output, num_outputs() - saved->shares.size());
+    for (const at::Tensor& share : saved->shares) { // head weights have the last edges
       result.push_back(share.defined() ? head_weight_gradient(share, grad_output) : at::Tensor());
     }
     return result;
   }
 
  private:
-  Tensors prediction_gradients(const Saved& saved, const at::Tensor& grad_output, bool is_last_use) {
-    if (runs_kernels(grad_output.device())) {
-      return run_again(saved, take_gradients(is_last_use), grad_output);
-    }
-    const bool is_one = grad_output.dim() == 0 && grad_output.item<double>() == 1.0;
-    // Half gradients would be rounded a second time, and 0 * inf would be NaN in masked entries.
-    if (!is_one && (wants_half(saved.call) || !grad_output.isfinite().all().item<bool>())) {
-      return run_again(saved, {}, grad_output);
-    }
-    Tensors gradients = take_gradients(is_last_use);
-    return gradients.empty() ? run_again(saved, {}, grad_output)
-                             : multiplied(std::move(gradients), saved.call, grad_output, is_one);
-  }
-
-  // Returns the saved call, and true if this pass is the last.
+  // Returns what was saved, and true if this pass is the last.
   std::pair<std::shared_ptr<const Saved>, bool> begin_pass() {
     const std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK(saved_ != nullptr, autograd::ERR_BACKWARD_TWICE);
@@ -218,7 +259,22 @@ class MultiStepLossBackward : public BackwardNode {
     return is_last_use ? std::exchange(gradients_, {}) : gradients_;
   }
 
-  autograd::variable_list by_reference(const Saved& saved, const at::Tensor& grad_output, bool create_graph) const {
+  // The gradients of a call in eager mode, by prediction.
+  Tensors call_gradients(const SavedCall& saved, const at::Tensor& grad_output, bool is_last_use) {
+    if (runs_kernels(grad_output.device())) {
+      return run_again(saved, take_gradients(is_last_use), grad_output);
+    }
+    const bool is_one = grad_output.dim() == 0 && grad_output.item<double>() == 1.0;
+    // Half gradients would be rounded a second time, and 0 * inf would be NaN in masked entries.
+    if (!is_one && (wants_half(saved.call) || !grad_output.isfinite().all().item<bool>())) {
+      return run_again(saved, {}, grad_output);
+    }
+    Tensors gradients = take_gradients(is_last_use);
+    return gradients.empty() ? run_again(saved, {}, grad_output)
+                             : scaled(std::move(gradients), saved.call, grad_output, is_one);
+  }
+
+  autograd::variable_list by_reference(const SavedCall& saved, const at::Tensor& grad_output, bool create_graph) const {
     saved.check_unchanged();
     py::gil_scoped_acquire gil;
     py::list predictions, targets;
@@ -250,47 +306,62 @@ class MultiStepLossBackward : public BackwardNode {
     return input_gradients;
   }
 
-  Tensors gradients_; // for grad_output 1
+  Tensors gradients_;
   std::shared_ptr<const Saved> saved_;
   bool is_last_use_ = false;
 };
 
-} // namespace
-
-at::Tensor factor_for(const at::Tensor& gradient, const at::Tensor& grad_output, int64_t batch_dim) {
-  if (grad_output.dim() == 0) {
-    return grad_output;
-  }
-  std::vector<int64_t> shape(gradient.dim(), 1);
-  shape[batch_dim] = -1;
-  return grad_output.reshape(shape);
+void record(
+    const at::Tensor& loss, const Tensors& differentiable, MultiStepLossBackward::Saved saved, Tensors gradients) {
+  MultiStepLossBackward* node = nullptr;
+  const NodePtr handle = make_node(node);
+  node->set_next_edges(autograd::collect_next_edges(differentiable));
+  node->set(std::move(saved), std::move(gradients));
+  autograd::set_history(loss, handle);
 }
 
-at::Tensor head_weight_gradient(const at::Tensor& share, const at::Tensor& grad_output) {
-  // A share of 0 gives a gradient of 0, also if grad_output is infinite.
-  const at::Tensor gradient = at::where(at::eq(share, 0), share, at::mul(share, grad_output));
-  return share.dim() == 0 ? gradient : gradient.sum();
+} // namespace
+
+Layout::Layout(const Call& call) {
+  call.each_prediction([&](const Entries& entries, const at::Tensor& prediction, size_t index) {
+    if (!call.wants[index]) {
+      return;
+    }
+    auto found = std::find_if(joined.begin(), joined.end(), [&](const JoinedGradients& known) {
+      return known.type == prediction.scalar_type();
+    });
+    if (found == joined.end()) {
+      found = joined.insert(found, JoinedGradients{prediction.scalar_type()});
+    }
+    const auto sizes = prediction.sym_sizes();
+    std::vector<c10::SymInt> strides(sizes.size());
+    c10::SymInt count = 1;
+    for (size_t dim = sizes.size(); dim-- > 0; count *= sizes[dim]) {
+      strides[dim] = count;
+    }
+    const size_t position = found - joined.begin();
+    gradients.push_back({index, position, found->size, sizes.vec(), std::move(strides), call.batch_dim(entries)});
+    found->size += count;
+  });
 }
 
 void record_call(Call call, std::shared_ptr<Plan> plan) {
-  MultiStepLossBackward* node = nullptr;
-  const NodePtr handle = make_node(node);
   Tensors differentiable;
   call.each_prediction(
       [&](const Entries&, const at::Tensor& prediction, size_t) { differentiable.push_back(prediction); });
   for (const HeadWeight& weight : call.head_weights.values) {
     differentiable.push_back(weight.tensor);
   }
-  node->set_next_edges(autograd::collect_next_edges(differentiable));
   Outputs outputs = std::exchange(call.outputs, {});
   Tensors gradients = std::exchange(call.gradients, {});
-  const auto saved = std::make_shared<Saved>();
-  saved->shares = std::move(outputs.shares);
-  saved->call = std::move(call);
-  saved->plan = std::move(plan);
-  saved->versions = versions_of(saved->call);
-  node->set(std::move(gradients), saved);
-  autograd::set_history(outputs.loss, handle);
+  outputs.shares.resize(call.head_weights.values.size());
+  std::vector<int64_t> versions = versions_of(call);
+  auto eager = std::make_unique<const SavedCall>(SavedCall{std::move(call), std::move(versions), std::move(plan)});
+  record(outputs.loss, differentiable, {std::move(outputs.shares), std::move(eager), {}}, std::move(gradients));
+}
+
+void record_operator(const at::Tensor& loss, const Tensors& differentiable, Layout layout, Tensors shares) {
+  record(loss, differentiable, {std::move(shares), nullptr, std::move(layout)}, {});
 }
 
 } // namespace gradscale

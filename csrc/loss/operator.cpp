@@ -9,30 +9,21 @@
 //
 // Returns the tensors of GRADSCALE_OUTPUTS, and then the gradients of the predictions in `wants`, for a grad_output of
 // 1. All gradients of one dtype are in one tensor, so that a compiler multiplies them in one loop. Only the loss has a
-// gradient function; autograd fills in `wants`. A compiled backward pass moves the memory of the gradients out of these
-// tensors, whose content is undefined afterwards.
+// gradient function; autograd fills in `wants`.
 #include "../torch/arguments.h"
-#include "../torch/autograd.h"
 #include "../torch/gradient_pool.h"
 #include "../torch/tensor_element.h"
-#include "python.h"
+#include "backward.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/enum_tag.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/as_strided.h>
-#include <ATen/ops/eq.h>
-#include <ATen/ops/mul.h>
-#include <ATen/ops/where.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <iterator>
-#include <mutex>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -75,8 +66,6 @@ void read_argument(const char* name, const c10::IValue& given, Choice& choice) {
 }
 
 namespace {
-
-namespace autograd = torch::autograd;
 
 // Positions of the operator's arguments; the options follow.
 enum Argument { kPredictions, kTargets, kPredictionCounts, kTargetCounts, kHeadNames, kHeadNumbers, kWants, kOptions };
@@ -138,162 +127,6 @@ Call call_from(at::ArrayRef<c10::IValue> given) {
   return call;
 }
 
-// ---- Gradients ------------------------------------------------------------------------------------------------------
-
-// The gradients of all predictions of one dtype, concatenated. They are float, or double for double, because they are
-// multiplied before they are rounded.
-struct JoinedGradients {
-  at::ScalarType type; // of the predictions
-  c10::SymInt size = 0;
-  at::Tensor data;
-
-  at::ScalarType data_type() const {
-    return type == at::kDouble ? at::kDouble : at::kFloat;
-  }
-};
-
-// A contiguous gradient within JoinedGradients.
-struct Gradient {
-  size_t prediction;
-  size_t joined;
-  c10::SymInt offset;
-  std::vector<c10::SymInt> sizes, strides;
-  int64_t batch_dim;
-
-  at::Tensor in(const std::vector<JoinedGradients>& all) const {
-    return all[joined].data.as_strided_symint(sizes, strides, offset);
-  }
-};
-
-struct Layout {
-  std::vector<JoinedGradients> joined;
-  std::vector<Gradient> gradients;
-};
-
-// The layout has no gaps, because nothing would write to them. `_shapes` in gradscale_ext/loss/operator.py computes the
-// same sizes.
-Layout layout_of(const Call& call) {
-  Layout layout;
-  call.each_prediction([&](const Entries& entries, const at::Tensor& prediction, size_t index) {
-    if (!call.wants[index]) {
-      return;
-    }
-    auto found = std::find_if(layout.joined.begin(), layout.joined.end(), [&](const JoinedGradients& joined) {
-      return joined.type == prediction.scalar_type();
-    });
-    if (found == layout.joined.end()) {
-      found = layout.joined.insert(found, JoinedGradients{prediction.scalar_type()});
-    }
-    const auto sizes = prediction.sym_sizes();
-    std::vector<c10::SymInt> strides(sizes.size());
-    c10::SymInt count = 1;
-    for (size_t dim = sizes.size(); dim-- > 0; count *= sizes[dim]) {
-      strides[dim] = count;
-    }
-    const size_t joined = found - layout.joined.begin();
-    layout.gradients.push_back({index, joined, found->size, sizes.vec(), std::move(strides), call.batch_dim(entries)});
-    found->size += count;
-  });
-  return layout;
-}
-
-// A masked entry stays 0, also if the factor is infinite.
-at::Tensor multiplied(const at::Tensor& gradient, const at::Tensor& factor) {
-  return at::where(at::eq(gradient, 0), gradient, at::mul(gradient, factor));
-}
-
-// gradients * factor. Without retain_graph, the gradients are read only once: they are multiplied in place, or not at
-// all for factor 1, and their memory moves to the result.
-at::Tensor scale_gradients(const at::Tensor& gradients, const at::Tensor& factor) {
-  static std::mutex mutex;
-  at::Tensor result;
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    TORCH_CHECK(!was_moved(gradients), autograd::ERR_BACKWARD_TWICE);
-    if (!autograd::get_current_graph_task_keep_graph()) {
-      result = move_gradient(gradients);
-    }
-    if (!result.defined()) {
-      return multiplied(gradients, factor);
-    }
-  }
-  const double value = factor.item<double>();
-  return value == 1 ? result : std::isfinite(value) ? result.mul_(factor) : multiplied(result, factor);
-}
-
-at::Tensor call_scale_gradients(const at::Tensor& gradients, const at::Tensor& factor) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gradscale_ext::scale_gradients", "")
-                             .typed<decltype(scale_gradients)>();
-  return op.call(gradients, factor);
-}
-
-// Multiplies and rounds the gradients with operations that tracers record. It reads no values itself.
-class OperatorBackward : public BackwardNode {
- public:
-  void set(Layout layout, Tensors shares) {
-    gradients_ = std::move(layout.gradients);
-    saved_ = {std::move(layout.joined), std::move(shares)};
-  }
-
-  std::string name() const override {
-    return "MultiStepLossBackward";
-  }
-
-  void release_variables() override {
-    std::optional<Saved> saved;
-    const std::lock_guard<std::mutex> lock(mutex_); // is released before `saved` frees anything
-    saved.swap(saved_);
-  }
-
-  autograd::variable_list apply(autograd::variable_list&& inputs) override {
-    const at::Tensor grad_output = std::move(inputs[0]);
-    auto [joined, shares] = saved();
-    autograd::variable_list result(num_outputs());
-    if (!grad_output.defined()) {
-      return result;
-    }
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !at::GradMode::is_enabled(),
-        "multi_step_loss: a compiled or exported loss has no second derivative; call it outside torch.compile, or use "
-        "gradscale_ext.reference.multi_step_loss inside");
-    const bool per_sample = grad_output.dim() != 0;
-    for (JoinedGradients& group : joined) {
-      if (!per_sample) {
-        const at::Tensor& data = group.data;
-        const bool in_place = data.is_cpu() && !unobserved_context() && !inside_transform();
-        group.data =
-            (in_place ? call_scale_gradients(data, grad_output) : multiplied(data, grad_output)).to(group.type);
-      }
-    }
-    for (const Gradient& gradient : gradients_) {
-      at::Tensor own = gradient.in(joined);
-      if (per_sample) {
-        own = multiplied(own, factor_for(own, grad_output, gradient.batch_dim)).to(joined[gradient.joined].type);
-      }
-      result[gradient.prediction] = own;
-    }
-    for (size_t i = 0; i < shares.size(); ++i) { // head weights have the last edges
-      if (shares[i].defined()) {
-        result[result.size() - shares.size() + i] = head_weight_gradient(shares[i], grad_output);
-      }
-    }
-    return result;
-  }
-
- private:
-  using Saved = std::pair<std::vector<JoinedGradients>, Tensors>; // and the shares of the head weights
-
-  Saved saved() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    TORCH_CHECK(saved_.has_value(), autograd::ERR_BACKWARD_TWICE);
-    return *saved_;
-  }
-
-  std::vector<Gradient> gradients_; // of the predictions in `wants`
-  std::optional<Saved> saved_;
-};
-
 // ---- The kernels ----------------------------------------------------------------------------------------------------
 
 void append(Tensors& list, const at::Tensor& tensor) {
@@ -313,7 +146,7 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       call.settle(heads),
       "gradscale_ext::multi_step_loss: the tensors do not match each other, the heads or the options; "
       "gradscale_ext.multi_step_loss checks its arguments, and says which");
-  Layout layout = layout_of(call);
+  Layout layout(call);
   begin_pooled_call(call.sum_options.device());
   for (JoinedGradients& joined : layout.joined) {
     joined.data = empty_gradient({joined.size.expect_int()}, call.sum_options.dtype(joined.data_type()));
@@ -366,22 +199,18 @@ void autograd_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (!records) {
     return;
   }
-  Layout layout = layout_of(call);
+  Layout layout(call);
   const Tensors results = stack->back().toTensorVector();
   size_t next = results.size() - layout.joined.size(); // gradients come last
   for (JoinedGradients& joined : layout.joined) {
     joined.data = results[next++];
   }
-  OperatorBackward* node = nullptr;
-  const NodePtr handle = make_node(node);
-  node->set_next_edges(autograd::collect_next_edges(differentiable));
   Tensors shares; // of the head weights that are tensors; undefined where one gets no gradient
   next = results.size() - layout.joined.size() - (differentiable.size() - predictions.size()); // before the gradients
   for (size_t i = predictions.size(); i < differentiable.size(); ++i, ++next) {
     shares.push_back(differentiable[i].requires_grad() ? results[next] : at::Tensor());
   }
-  node->set(std::move(layout), std::move(shares));
-  autograd::set_history(results.front(), handle);
+  record_operator(results.front(), differentiable, std::move(layout), std::move(shares));
 }
 
 constexpr std::array<const char*, 2> names{"multi_step_loss", "multi_step_loss.varying"};
@@ -391,11 +220,9 @@ constexpr std::array<const char*, 2> names{"multi_step_loss", "multi_step_loss.v
 TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
   m.def(torch::schema(schema("", "").c_str()));
   m.def(torch::schema(schema(".varying", ", Tensor[] varying").c_str()), {at::Tag::cudagraph_unsafe});
-  m.def("scale_gradients(Tensor gradients, Tensor factor) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, CPU, m) {
-  m.impl("scale_gradients", &scale_gradients);
   for (const char* name : names) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&kernel>());
   }

@@ -1,5 +1,7 @@
 #include "python.h"
 
+#include "backward.h"
+
 #include "../torch/python_numbers.h"
 #include "../torch/tensor_element.h"
 

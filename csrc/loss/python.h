@@ -31,16 +31,4 @@ std::shared_ptr<Plan> make_plan(
 py::object multi_step_loss(
     const std::shared_ptr<Plan>& plan, py::handle predictions, py::handle targets, py::handle options);
 
-// ---- The gradient function; the registered operator has its own, in operator.cpp ------------------------------------
-
-// Gives the loss of a call its gradient function, a node of the graph that keeps the call, but not its outputs.
-void record_call(Call call, std::shared_ptr<Plan> plan);
-
-// The gradient of a head weight, from the head's share of the loss before this weight. It has the type of the loss;
-// autograd converts it to the weight's type.
-at::Tensor head_weight_gradient(const at::Tensor& share, const at::Tensor& grad_output);
-
-// grad_output in a shape that broadcasts to `gradient`: a scalar as it is, and [B] along the batch dimension.
-at::Tensor factor_for(const at::Tensor& gradient, const at::Tensor& grad_output, int64_t batch_dim);
-
 } // namespace gradscale

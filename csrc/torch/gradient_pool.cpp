@@ -137,11 +137,6 @@ void begin_pooled_call(c10::Device device) {
   }
 }
 
-// The deleter of the memory that a gradient gets when its own is moved; it marks the gradient as moved.
-void free_replacement(void* memory) {
-  c10::free_cpu(memory);
-}
-
 at::Tensor empty_gradient(at::IntArrayRef sizes, const at::TensorOptions& options) {
   if (!options.device().is_cpu()) {
     return at::empty(sizes, options);
@@ -149,23 +144,6 @@ at::Tensor empty_gradient(at::IntArrayRef sizes, const at::TensorOptions& option
   const at::ScalarType dtype = options.dtype().toScalarType();
   return at::detail::empty_generic(
       sizes, &GradientPool::get(), c10::DispatchKeySet(c10::DispatchKey::CPU), dtype, std::nullopt);
-}
-
-at::Tensor move_gradient(const at::Tensor& gradient) {
-  const c10::Storage& storage = gradient.storage();
-  if (storage.allocator() != &GradientPool::get() || storage.use_count() != 1 ||
-      gradient.nbytes() != storage.nbytes()) {
-    return {};
-  }
-  void* untouched = c10::alloc_cpu(storage.nbytes()); // never touched, hence without pages
-  c10::DataPtr memory = storage.set_data_ptr({untouched, untouched, &free_replacement, storage.device()});
-  c10::Storage own(
-      c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(memory), storage.allocator(), /*resizable=*/true);
-  return at::empty({0}, gradient.options()).set_(own, 0, gradient.sizes(), gradient.strides());
-}
-
-bool was_moved(const at::Tensor& gradient) {
-  return gradient.storage().data_ptr().get_deleter() == &free_replacement;
 }
 
 int64_t release_gradient_pool() {

@@ -23,12 +23,6 @@ void begin_pooled_call(c10::Device device);
 // shared like any other.
 at::Tensor empty_gradient(at::IntArrayRef sizes, const at::TensorOptions& options);
 
-// Moves the memory of a gradient to the tensor that is returned. The gradient gets other memory of the same size with
-// undefined content, and `was_moved` returns true for it. Returns an undefined tensor if the memory is not the pool's,
-// or has other users.
-at::Tensor move_gradient(const at::Tensor& gradient);
-bool was_moved(const at::Tensor& gradient);
-
 // Frees the blocks that no tensor uses; returns their bytes.
 int64_t release_gradient_pool();
 

@@ -140,11 +140,6 @@ def _shapes(
     return [tensor for name in _OUTPUTS for tensor in outputs[name]] + gradients
 
 
-@torch.library.register_fake("gradscale_ext::scale_gradients")  # type: ignore[misc]
-def _scaled_shape(gradients: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(gradients)
-
-
 def _gradient_dtype(prediction: torch.dtype) -> torch.dtype:
     """Type of a gradient before it is multiplied: half types are rounded afterwards."""
     return torch.float64 if prediction == torch.float64 else torch.float32
