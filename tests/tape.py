@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradscale_ext import _context
+from gradscale_ext.capture import graphs
 
 READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2")
 PYTHON_READS = (
@@ -167,7 +168,13 @@ class TapeGraphs:
         tape = Tape()
         states = [(generator, generator.get_state()) for generator in (torch.default_generator, *generators)]
         try:
-            with _context.showing_operators(), PythonReads(tape), asking_for_capturable(), tape:
+            with (
+                _context.showing_operators(),
+                graphs.seeming_to_capture(),
+                asking_for_capturable(),
+                PythonReads(tape),
+                tape,
+            ):
                 result = call()
         finally:
             tape.undo()

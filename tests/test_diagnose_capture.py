@@ -134,6 +134,62 @@ def test_caches_and_constants_outside_of_the_state():
     assert found(step, *learner.state()).ok
 
 
+CAPTURING = {
+    "torch.cuda": lambda: torch.cuda.is_current_stream_capturing(),
+    "torch.cuda.graphs": lambda: torch.cuda.graphs.is_current_stream_capturing(),
+    "available": lambda: torch.cuda.is_available() and torch.cuda.is_current_stream_capturing(),
+    "torch._C": lambda: torch.cuda.is_available() and torch._C._cuda_isCurrentStreamCapturing(),
+}
+
+
+@pytest.mark.parametrize("name", CAPTURING)
+def test_checks_that_a_capture_leaves_out(name):
+    """PyTorch answers as during a capture, except in the first call, which stands for a plain one."""
+    learner, answers = Learner(), []
+
+    def step(x, y):
+        is_plain = not answers and not torch.cuda.is_available()  # a CPU build of PyTorch raises when it is asked
+        answers.append(CAPTURING["available" if is_plain else name]())
+        if not answers[-1] and not (x == x).all():
+            raise ValueError
+        return learner.step(x, y)
+
+    is_available = torch.cuda.is_available
+    assert found(step, *learner.state()).ok
+    assert answers == [False, True, True]
+    assert torch.cuda.is_available is is_available
+    assert "is_capturing" not in vars(torch.cuda.Stream)
+    assert not CAPTURING["available"]()
+
+
+def test_a_step_that_chooses_a_device():
+    """`torch.cuda.is_available()` alone is answered truthfully."""
+    learner = Learner()
+
+    def step(x, y):
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return learner.step(x.to(device), y)
+
+    if not torch.cuda.is_available():
+        assert found(step, *learner.state()).ok
+
+
+def test_the_distribution_of_torchrl():
+    distributions = pytest.importorskip("torchrl.modules.distributions")
+    learner = Learner()
+
+    def step(x, y):
+        location = learner.model(x)
+        policy = distributions.TanhNormal(location, torch.ones_like(location), high=x.new_ones(3), low=-x.new_ones(3))
+        loss = policy.log_prob(y.tanh() * 0.9).mean()
+        learner.optimizer.zero_grad()
+        loss.backward()
+        learner.optimizer.step()
+
+    diagnosis = found(step, *learner.state())
+    assert "sync" not in {code for code, _ in codes(diagnosis)}, str(diagnosis)
+
+
 # ---- Steps that a graph gets wrong -----------------------------------------------------------------------------------
 
 

@@ -96,7 +96,8 @@ def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: A
             given = batch if isinstance(batch, tuple) else (batch,)
             fixed.append(_Fixed(own))
             known = [*(tensor for _, tensor in _kept_tensors(own)), *tensors_in(given)]
-            watches.append(Watch(known, own.generators(), watches[-1] if index > 1 else None))
+            before_it = watches[-1] if index > 1 else None
+            watches.append(Watch(known, own.generators(), before_it, is_captured=index > 0))
             with rehearsing(own), watches[-1].recording():
                 step(*given)
             replaced = watches[-1].replaced(own.lasting_tensors())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -134,3 +135,32 @@ def _noting_waits(waits: list[str]) -> Iterator[None]:
 def graphs_of(device: torch.device) -> Graphs | None:
     """What captures the steps of a device; None where steps are called as they are."""
     return CudaGraphs(device) if device.type == "cuda" else None
+
+
+@contextlib.contextmanager
+def seeming_to_capture() -> Iterator[None]:
+    """In this context, PyTorch answers questions about a capture as during one, also on a CPU."""
+
+    def is_available() -> bool:
+        asks = sys._getframe(1).f_code.co_names
+        return was_available() or "is_current_stream_capturing" in asks or "_cuda_isCurrentStreamCapturing" in asks
+
+    was_available = torch.cuda.is_available
+    capturing = "_cuda_isCurrentStreamCapturing"
+    # Optimizers that count on the host raise during a capture. Those that are diagnosed have findings instead.
+    checks = "_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check"
+    changes: list[tuple[Any, str, Any]] = [
+        (torch.cuda, "is_available", is_available),
+        (torch._C, capturing, lambda: True),
+        (torch.cuda.graphs, capturing, lambda: True),
+        (torch.cuda.Stream, "is_capturing", lambda stream: True),
+        *((torch.optim.Optimizer, check, lambda self: None) for check in checks if hasattr(torch.optim.Optimizer, check)),
+    ]
+    with contextlib.ExitStack() as work:
+        for owner, name, answer in changes:
+            if name in vars(owner):
+                work.callback(setattr, owner, name, vars(owner)[name])
+            else:
+                work.callback(delattr, owner, name)
+            setattr(owner, name, answer)
+        yield

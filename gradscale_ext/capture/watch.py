@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _context
 from ..diagnosis.lines import NOT_THE_USERS, Location, users_frame
+from .graphs import seeming_to_capture
 from .state import Item, host_generators, memory_of
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -101,9 +102,16 @@ class Watch:
     """Records the calls of a step. The step runs as it does without it, but `torch.compile` is off."""
 
     def __init__(
-        self, known: Iterable[torch.Tensor], generators: Sequence[torch.Generator], before: Watch | None
+        self,
+        known: Iterable[torch.Tensor],
+        generators: Sequence[torch.Generator],
+        before: Watch | None,
+        *,
+        is_captured: bool,
     ) -> None:
-        """`known`: tensors of the state and of the arguments. `before`: the watch of the step before."""
+        """`known`: tensors of the state and of the arguments. `before`: the watch of the step before. `is_captured`: the
+        step is told that a graph is captured."""
+        self._is_captured = is_captured
         self._known = {memory._cdata: memory for memory in filter(None, map(memory_of, known))}
         self._generators = generators
         self._survivors = {} if before is None else before._alive(except_for=self._known)
@@ -117,7 +125,13 @@ class Watch:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Record the calls in this context."""
-        with _context.showing_operators(), torch.compiler.set_stance("force_eager"), _Functions(self), _Operators(self):
+        with (
+            _context.showing_operators(),
+            seeming_to_capture() if self._is_captured else contextlib.nullcontext(),
+            torch.compiler.set_stance("force_eager"),
+            _Functions(self),
+            _Operators(self),
+        ):
             yield
 
     def restore_foreign(self) -> None:
