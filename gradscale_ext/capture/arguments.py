@@ -1,13 +1,66 @@
-"""Arguments and results of a captured step: their form, the memory for them, and errors about them."""
+"""Arguments and results of a step: nested structures whose leaves are tensors and constants."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
-from .structure import Form, Leaf, build, flatten
+from .. import _structures
+from .hooks import default_devices
+
+_CONSTANTS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+
+#: The form of a structure, which can be compared: None for a leaf, else its type, and the keys and forms of its parts.
+Form = Any
+#: Makes the error for a leaf of another type, from its place and value.
+Refuse = Callable[[str, Any], Exception]
+
+
+class Leaf(NamedTuple):
+    """A tensor or constant, and its place for messages, such as ``[0]['obs']``."""
+
+    place: str
+    value: Any
+
+
+def flatten(value: Any, refuse: Refuse) -> tuple[Form, list[Leaf]]:
+    """The form of a structure, and its leaves."""
+    leaves: list[Leaf] = []
+    return _form_of(value, "", leaves, refuse), leaves
+
+
+def _form_of(value: Any, place: str, leaves: list[Leaf], refuse: Refuse) -> Form:
+    if isinstance(value, (torch.Tensor, *_CONSTANTS)):
+        leaves.append(Leaf(place, value))
+        return None
+    if _structures.is_leaf(value):
+        raise refuse(place, value)
+    parts: list[Any] = []
+
+    def look(key: Any, item: Any) -> Any:
+        name, shown = (key.name, f".{key.name}") if isinstance(key, dataclasses.Field) else (key, f"[{key!r}]")
+        parts.append((name, _form_of(item, f"{place}{shown}", leaves, refuse)))
+        return item
+
+    _structures.rebuilt("CapturedStep", look, value)
+    return type(value), *parts
+
+
+def _build(like: Any, leaves: Iterable[Any]) -> Any:
+    """A structure like another one, with other leaves."""
+    left = iter(leaves)
+    if isinstance(like, (torch.Tensor, *_CONSTANTS)):
+        return next(left)
+    return _structures.mapped("CapturedStep", lambda leaf: next(left), like)
+
+
+def each_tensor(function: Callable[[torch.Tensor], torch.Tensor], result: Any) -> Any:
+    """Apply a function to the tensors of a result."""
+    leaves = (value for _, value in flatten(result, refuse_result)[1])
+    return _build(result, (function(value) if isinstance(value, torch.Tensor) else value for value in leaves))
 
 
 class Arguments(NamedTuple):
@@ -18,11 +71,15 @@ class Arguments(NamedTuple):
     """Everything that decides which graph is right: structure, constants, shapes, and the modes of PyTorch."""
     leaves: list[Leaf]
 
-    def build(self, leaves: Iterable[Any] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same arguments with other leaves, or with tensors of the CPU moved to the device."""
-        built: tuple[tuple[Any, ...], dict[str, Any]] = build(
-            self.given, (value for _, value in self.leaves) if leaves is None else leaves
-        )
+    def tensors(self) -> list[Leaf]:
+        """The tensors among the leaves."""
+        return [leaf for leaf in self.leaves if isinstance(leaf.value, torch.Tensor)]
+
+    def build(self, tensors: Iterable[torch.Tensor] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same arguments with other tensors, or with tensors of the CPU moved to the device."""
+        own = iter([value for _, value in self.tensors()] if tensors is None else tensors)
+        leaves = (next(own) if isinstance(value, torch.Tensor) else value for _, value in self.leaves)
+        built: tuple[tuple[Any, ...], dict[str, Any]] = _build(self.given, leaves)
         return built
 
 
@@ -51,13 +108,16 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) ->
 def _context(device: torch.device) -> tuple[Any, ...]:
     """The modes of PyTorch that decide what a step computes."""
     kind = device.type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    gradients = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    return (*gradients, autocast, torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype())
-
-
-def tensors(leaves: list[Leaf]) -> list[Leaf]:
-    return [leaf for leaf in leaves if isinstance(leaf.value, torch.Tensor)]
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+        torch._C._get_fp32_precision_getter("cuda", "matmul"),
+        torch._C._get_fp32_precision_getter("cuda", "conv"),
+        default_devices(),
+    )
 
 
 def like(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,10 +132,6 @@ def argument(place: str) -> str:
     return f"argument {place[3:].strip()}" if place else "the arguments"
 
 
-def result_at(place: str) -> str:
-    return f"its result{place}"
-
-
 def refuse_argument(place: str, value: Any) -> Exception:
     return TypeError(
         f"CapturedStep: {argument(place)} is of type {type(value).__name__}, but arguments are tensors, numbers, "
@@ -86,7 +142,7 @@ def refuse_argument(place: str, value: Any) -> Exception:
 
 def refuse_result(place: str, value: Any) -> Exception:
     return TypeError(
-        f"CapturedStep: {result_at(place)} is of type {type(value).__name__}, but a step returns tensors, numbers, "
+        f"CapturedStep: its result{place} is of type {type(value).__name__}, but a step returns tensors, numbers, "
         "strings, bools, None, dtypes and devices, in lists, tuples, dicts, dataclasses and registered pytree nodes"
     )
 

@@ -1,101 +1,76 @@
-"""What a capture must not change, and whether a replay does what a plain step does."""
+"""What a replay would not repeat of a captured call, and the difference between a replay and a plain step."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
-from .guards import Gradients
-from .remedies import rate_remedy, step_count_remedy
+from .arguments import Leaf
+from .remedies import rate_remedy, scheduler_remedy, step_count_remedy
+from .snapshot import Change, Snapshot
 from .state import State, memory_of
-from .structure import Leaf
 
 
-class Before:
-    """The state before a capture. Capturing executes nothing on the device; the rest is undone if it fails."""
 
-    def __init__(self, state: State) -> None:
-        """Save what the host can change: containers, flags, and tensors of the CPU."""
-        self._state = state
-        self._saved = state.save(lambda tensor: tensor.device.type == "cpu")
-        self._names = {item.name for item in self._saved.items}
-        self._memory = {memory._cdata: memory for _, memory in _memories(state.tensors())}
-        self._numbers = group_numbers(state)
-        leaves = [tensor for _, tensor in state.tensors() if tensor.is_leaf]
-        self._leaves = [tensor for tensor in leaves if tensor.requires_grad or tensor.grad is not None]
-        self._gradients = [(tensor.grad, 0 if tensor.grad is None else tensor.grad._version) for tensor in self._leaves]
-
-    def restore(self) -> None:
-        """Undo what the capture changed."""
-        self._saved.restore()
-
-    def gradients(self) -> Gradients:
-        """The gradients before the capture and now."""
-        pairs = list(zip(self._leaves, self._gradients, strict=True))
-        return Gradients(
-            before={id(tensor): gradient for tensor, (gradient, _) in pairs},
-            after={id(tensor): tensor.grad for tensor in self._leaves},
-            used={
-                id(tensor)
-                for tensor, (gradient, version) in pairs
-                if gradient is not None and (tensor.grad is gradient or gradient._version != version)
-            },
-        )
-
-    def problems(self, verifies: bool) -> Iterator[str]:
-        """What the step made or changed on the host, which a replay would not. If the second replay is compared with a
-        plain step, that shows whether a step reads an attribute that it replaces."""
-        passing = () if verifies else self._state.passing_tensors()
-        for name, memory in _memories(itertools.chain(self._state.lasting_tensors(), passing)):
-            if memory._cdata in self._memory:
-                continue
-            if name in self._names:
-                yield (
-                    f"the step replaces {name} by another tensor, but a replay writes to the one that was captured; "
-                    "keep one tensor, and write to it with copy_()"
-                )
-            else:
-                yield (
-                    f"the step makes {name} in the call that is captured, and a replay would make it again, forgetting "
-                    "what it held; raise warmup, so that a plain call makes it"
-                )
-        now = dict(self._state.lasting_tensors())
-        for name, contents in self._saved.contents():
-            if name in now and not is_equal(now[name], contents):
-                optimizer = self._state.optimizers().get(name.partition(".")[0])
-                yield (
-                    f"the step changes {name}, a tensor of the CPU, which a replay does not; "
-                    + (step_count_remedy(optimizer) if optimizer is not None else "keep it on the device")
-                )
-        for place, value in group_numbers(self._state).items():
-            if place in self._numbers and value != self._numbers[place]:
-                yield (
-                    f"the step changes the number {place} ({self._numbers[place]:.6g}, then {value:.6g}), which a "
-                    f"replay does not; {rate_remedy()}"
-                )
-        for library in self._saved.random.changes():
-            yield f"the step draws from {library}, and a replay would repeat the numbers; draw them before the step"
+def problems(before: Snapshot, state: State, *, verifies: bool) -> Iterator[str]:
+    """What the captured call made or changed on the host, which a replay would not. If the second replay is compared
+    with a plain step, that shows whether a step reads an attribute that it replaces."""
+    names = {saved.item.name for saved in before.tensors}
+    copies = dict(before.contents())
+    roles = ("kept", "optimizer") if verifies else ("kept", "optimizer", "attribute")
+    for name, tensor, *_ in state.tensors(*roles):
+        memory = memory_of(tensor)
+        if memory is not None and memory._cdata not in before.memory and name in names:
+            yield (
+                f"the step replaces {name} by another tensor, but a replay writes to the one that was captured; keep "
+                "one tensor, and write to it with copy_()"
+            )
+        elif memory is not None and memory._cdata not in before.memory:
+            yield (
+                f"the step makes {name} in the call that is captured, and a replay would make it again, forgetting what "
+                "it held; raise warmup, so that a plain call makes it"
+            )
+        if name in copies and not is_equal(tensor, copies[name]):
+            optimizer = state.optimizers().get(name.partition(".")[0])
+            yield (
+                f"the step changes {name}, a tensor of the CPU, which a replay does not; "
+                + (step_count_remedy(optimizer) if optimizer is not None else "keep it on the device")
+            )
+    flags = (
+        Change("flag", f"{saved.item.name}.requires_grad", saved.requires_grad, saved.item.value.requires_grad)
+        for saved in before.tensors
+        if saved.requires_grad != saved.item.value.requires_grad and saved.item.role == "kept"
+    )
+    for change in (*before.changes(), *flags):
+        if change.is_of_a_number and change.item is not None and change.item.role in _REMEDIES or change.kind == "flag":
+            yield f"the step changes {shown(change)}, which a replay does not; {_remedy(change)}"
+    for library in before.random.changes():
+        yield f"the step draws from {library}, and a replay would repeat the numbers; draw them before the step"
+    for saved in before.outside:
+        if saved.item.value._version != saved.version:
+            yield (
+                f"the step writes to {saved.item.name}, which is not part of the state; name what holds it in "
+                "CapturedStep(step, ...)"
+            )
 
 
-def _memories(tensors: Iterator[Any]) -> Iterator[tuple[str, torch.UntypedStorage]]:
-    for name, tensor in tensors:
-        if (memory := memory_of(tensor)) is not None:
-            yield name, memory
+_REMEDIES = ("options", "optimizer", "updater")
 
 
-def group_numbers(state: State) -> dict[str, float]:
-    """Numbers in the parameter groups of optimizers, by their places."""
-    return {
-        f"{name}.param_groups[{index}]['{key}']": value
-        for name, optimizer in state.optimizers().items()
-        for index, group in enumerate(optimizer.param_groups)
-        for key, value in group.items()
-        if isinstance(value, int | float)
-    }
+def _remedy(change: Change) -> str:
+    if change.kind == "flag":
+        return "write train(), eval() and requires_grad_() outside of the step"
+    if change.item is not None and change.item.role == "updater":
+        return scheduler_remedy()
+    return rate_remedy() if change.key == "lr" else "change it outside of the step, and call reset() after a change"
+
+
+def shown(change: Change) -> str:
+    """A change as messages name it."""
+    before, now = (f"{x:.6g}" if isinstance(x, float) else repr(x) for x in (change.before, change.now))
+    return f"{change.name} ({before}, then {now})"
 
 
 def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -106,22 +81,23 @@ def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class Outcome:
-    """What a step left: its result and the state."""
+    """What a step left: its result, the state, and the random generators."""
 
     def __init__(self, results: list[Leaf], state: State) -> None:
-        """Copy the state."""
-        self._tensors = {f"the result{place}": value for place, value in results if isinstance(value, torch.Tensor)}
-        self._constants = {place: value for place, value in results if not isinstance(value, torch.Tensor)}
-        self.state = state.save()
-        passing = {name for name, _ in state.passing_tensors()}
-        self._tensors |= {name: copied for name, copied in self.state.contents() if name not in passing}
+        """Copy everything."""
+        self.state = Snapshot(state)
+        named = {f"the result{place}": value for place, value in results}
+        self._tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+        self._constants = {name: value for name, value in named.items() if name not in self._tensors}
+        self._constants |= self.state.random.of_torch()
+        self._tensors |= dict(self.state.contents())
 
     def differences(self, other: Outcome) -> dict[str, float]:
         """Names of what differs, and by how much: the largest difference of two elements."""
         found = {}
-        for place, value in self._constants.items():
-            if value != other._constants.get(place):
-                found[f"the result{place} ({value!r} and {other._constants.get(place)!r})"] = math.inf
+        for name, value in self._constants.items():
+            if value != (now := other._constants.get(name)):
+                found[name if isinstance(value, bytes) else f"{name} ({value!r} and {now!r})"] = math.inf
         for name in [*self._tensors, *(other._tensors.keys() - self._tensors.keys())]:
             one, two = self._tensors.get(name), other._tensors.get(name)
             if one is None or two is None or one.shape != two.shape:
@@ -142,6 +118,6 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
 def beyond_noise(differences: dict[str, float], noise: dict[str, float]) -> tuple[str, float] | None:
     """The first difference that is more than what two plain steps of a device that adds in no fixed order have."""
     for name, distance in differences.items():
-        if not distance <= 4 * noise.get(name, 0.0):
+        if distance == math.inf or not distance <= 4 * noise.get(name, 0.0):
             return name, distance
     return None

@@ -11,10 +11,11 @@ from torch.utils import _pytree as pytree
 
 from .. import _context
 from ..diagnosis.lines import Location
-from .hooks import hook_name, hooks_of, is_of_monitor, rehearsing
+from .hooks import hook_name, hooks_of, inside, is_of_monitor, rehearsing
 from .remedies import rate_remedy, scheduler_remedy, step_count_remedy
 from .report import CaptureDiagnosis, CaptureFinding, finding_of
-from .state import Item, State
+from .snapshot import Snapshot
+from .state import State
 from .watch import Call, Watch
 
 _SCALERS = "amp/grad_scaler.py"
@@ -89,18 +90,18 @@ def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: A
     """
     _check(step, batches)
     own = State("diagnose_capture", state)
-    before, watches, fixed = own.save(), list[Watch](), list[_Fixed]()
+    before, watches, fixed = Snapshot(own), list[Watch](), list[_Fixed]()
     replaced: list[tuple[str, Location | None]] = []
     try:
         for index, batch in enumerate([batches[0], *batches]):
             given = batch if isinstance(batch, tuple) else (batch,)
             fixed.append(_Fixed(own))
-            known = [*(tensor for _, tensor in _kept_tensors(own)), *tensors_in(given)]
+            known = [*(item.value for item in own.tensors() if item.role != "attribute"), *tensors_in(given)]
             before_it = watches[-1] if index > 1 else None
             watches.append(Watch(known, own.generators(), before_it, is_captured=index > 0))
-            with rehearsing(own), watches[-1].recording():
+            with inside(watches), rehearsing(own), watches[-1].recording():
                 step(*given)
-            replaced = watches[-1].replaced(own.lasting_tensors())
+            replaced = watches[-1].replaced(own.tensors("kept", "optimizer"))
         fixed.append(_Fixed(own))
     finally:
         for watch in reversed(watches):
@@ -132,12 +133,6 @@ def _check(step: Any, batches: Any) -> None:
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in a structure."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def _kept_tensors(state: State) -> Iterator[Item]:
-    """The tensors of the state that a step may leave for the next one, gradients included."""
-    passing = {id(item.value) for item in state.passing_tensors()}
-    return (item for item in state.tensors() if id(item.value) not in passing)
 
 
 class _Fixed:

@@ -1,8 +1,9 @@
-"""Python hooks of a state, which the replay of a graph does not run."""
+"""What the replay of a graph does not run: Python hooks, and modes that see the calls of PyTorch."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,10 +12,9 @@ import torch
 from ..monitor import _open
 from ..monitor._kept import Rehearsal
 from ..monitor.monitor import GradientMonitor
-from .state import State
+from .state import HOOKS_OF_MODULES, HOOKS_OF_OPTIMIZERS, State
 
-OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_thread = threading.local()
 
 
 def hooks_of(state: State) -> Iterator[tuple[str, Any]]:
@@ -24,13 +24,13 @@ def hooks_of(state: State) -> Iterator[tuple[str, Any]]:
     graph, and are left out.
     """
     for name, module in state.modules():
-        for attribute in OF_MODULES:
+        for attribute in HOOKS_OF_MODULES:
             yield from ((name, hook) for hook in vars(module).get(attribute, {}).values() if not _is_torchs(hook))
         for path, parameter in module.named_parameters(recurse=False):
             hooks = [*(parameter._backward_hooks or {}).values(), *_after_accumulation(parameter)]
             yield from ((f"{name}.{path}", hook) for hook in hooks if not _is_torchs(hook))
     for name, optimizer in state.optimizers().items():
-        for attribute in OF_OPTIMIZERS:
+        for attribute in HOOKS_OF_OPTIMIZERS:
             yield from ((name, hook) for hook in vars(optimizer).get(attribute, {}).values() if not _is_torchs(hook))
 
 
@@ -66,12 +66,40 @@ def rehearsing(state: State) -> Iterator[list[tuple[GradientMonitor, Rehearsal]]
         ]
 
 
+def _modes() -> list[Any]:
+    """The active function modes."""
+    return [torch._C._get_function_stack_at(index) for index in range(torch._C._len_torch_function_stack())]
+
+
+def default_devices() -> tuple[torch.device, ...]:
+    """The devices of torch.set_default_device, and of devices as context managers."""
+    return tuple([mode.device for mode in _modes() if isinstance(mode, torch.utils._device.DeviceContext)])
+
+
 def watching_mode() -> str:
     """The name of an active mode that sees PyTorch's calls, such as `GradientTracer`; empty if there is none."""
-    for index in range(torch._C._len_torch_function_stack()):
-        mode = torch._C._get_function_stack_at(index)
-        if not isinstance(mode, torch.utils._device.DeviceContext):  # torch.set_default_device
+    for mode in _modes():
+        if not isinstance(mode, torch.utils._device.DeviceContext):
             return type(mode).__name__
     if torch._C._len_torch_dispatch_stack():
         return type(torch._C._get_dispatch_stack_at(0)).__name__
+    if torch._C._autograd._top_saved_tensors_default_hooks(True):
+        return "torch.autograd.graph.saved_tensors_hooks"
     return ""
+
+
+@contextlib.contextmanager
+def inside(owner: Any) -> Iterator[None]:
+    """In this context, captured steps that this thread calls are part of another one, or of a diagnosed step."""
+    before = getattr(_thread, "owner", None)
+    _thread.owner = before or owner
+    try:
+        yield
+    finally:
+        _thread.owner = before
+
+
+def is_inside_another(own: Any) -> bool:
+    """True in this context, unless the owner itself asks."""
+    owner = getattr(_thread, "owner", None)
+    return owner is not None and owner is not own

@@ -1,52 +1,91 @@
-"""What a learner step changes: modules, optimizers, schedulers, tensors and generators, saved and restored in place."""
+"""Everything that a learner step can reach: what it may change by name (modules, optimizers, schedulers, tensors and
+generators), and what its closures, globals and objects hold."""
 
 from __future__ import annotations
 
-import random
+import functools
 import sys
+import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..diagnosis.lines import NOT_THE_USERS
+from ..monitor.monitor import GradientMonitor
+
 _DICTS = (dict, defaultdict, OrderedDict)
 _LISTS = (list, deque)
-#: Containers whose contents are followed and restored. Other objects in attributes are constants.
-_CONTAINERS = (*_DICTS, *_LISTS, set)
-#: Attributes of a module that do not appear in the names of what they hold.
-_UNNAMED = ("_parameters", "_buffers", "_modules")
-
-
-#: Objects that are found in attributes of modules too, such as an agent's optimizers.
+CONTAINERS = (*_DICTS, *_LISTS, set, types.CellType)
+"""Containers whose contents are followed. Of other objects, the attributes are."""
+_DEPTH = 4
+"""How many attributes, items and closures deep to look outside of the state."""
+_MOST = 200
+"""The longest container to look into outside of the state."""
 _UPDATERS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+"""Objects that are found in attributes of modules too, such as an agent's optimizers."""
 
+_PARTS_OF_MODULES = ("_parameters", "_buffers", "_modules")
+HOOKS_OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS_OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
-def _optimizers_in(root: Any) -> list[Any]:
-    modules = root.modules() if isinstance(root, torch.nn.Module) else ()
-    return [held for module in modules for held in vars(module).values() if isinstance(held, _UPDATERS)]
-
-
-def _is_stateful(value: object) -> bool:
-    """True for modules, optimizers, schedulers, scalers and the like."""
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+Role = Literal["kept", "optimizer", "options", "module", "hooks", "attribute", "updater", "gradient", "reached"]
+"""What a tensor is, or what a container holds. Kept: parameters, buffers and tensors that are named in the state, which
+are the same objects after each step. Optimizer: its state. Options: a group of parameters. Module: the attributes of a
+module. Attribute: what is in such an attribute, which the step may replace. Updater: what schedulers and scalers hold.
+Reached: not part of the state."""
 
 
 class Item(NamedTuple):
-    """A tensor, a container, or the attributes of an object, with its name for messages."""
+    """A tensor, a generator, or a container (for objects, the dict of their attributes), with its name for messages."""
 
     name: str
     value: Any
+    role: Role
+    form: str = "{name}[{key!r}]"
+    """The names of a container's items."""
+    keys: frozenset[Any] | None = None
+    """The keys that the step uses; None for all."""
+
+    def place(self, key: Any) -> str:
+        """The name of what is in a container."""
+        return self.form.format(name=self.name, key=key)
+
+    def pairs(self) -> list[tuple[Any, Any]]:
+        """The keys and values of a container. What has no keys is one value, in a form that can be compared."""
+        value = self.value
+        if isinstance(value, dict):
+            pairs = value.items()
+            return list(pairs) if self.keys is None else [pair for pair in pairs if pair[0] in self.keys]
+        if isinstance(value, list):
+            return list(enumerate(value))
+        if isinstance(value, types.CellType):
+            try:
+                return [(None, value.cell_contents)]
+            except ValueError:  # not assigned yet
+                return []
+        return [(None, value.tobytes() if is_array(value) else tuple(value))]
+
+
+ATTRIBUTE, VARIABLE = "{name}.{key}", "{name}"
+"""Forms of names: of what is in the dict of an object, and in the cell of a closure."""
+
+
+def is_array(value: Any) -> bool:
+    """True for arrays of NumPy that are small enough to be compared at each call."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray) and value.size <= _MOST and not value.dtype.hasobject
 
 
 class State:
-    """The objects that a step changes, and everything that they hold."""
+    """The objects that a step changes, and everything that they and the step hold."""
 
-    def __init__(self, function: str, given: tuple[Any, ...]) -> None:
+    def __init__(self, function: str, given: tuple[Any, ...], step: Any = None) -> None:
         """Collect the objects from nested lists, tuples and dicts. Raises TypeError for other types."""
+        self._step = step
         roots: list[Any] = []
         left = [(f"state[{index}]", value) for index, value in reversed(list(enumerate(given)))]
         while left:
@@ -54,7 +93,7 @@ class State:
             if isinstance(value, torch.Tensor | torch.Generator) or _is_stateful(value):
                 if not any(value is root for root in roots):
                     roots.append(value)
-                    left += [(place, held) for held in _optimizers_in(value)]
+                    left += [(place, held) for held in _updaters_in(value)]
             elif isinstance(value, list | tuple):
                 left += [(f"{place}[{index}]", item) for index, item in reversed(list(enumerate(value)))]
             elif isinstance(value, Mapping):
@@ -74,32 +113,33 @@ class State:
         }
 
     def walk(self) -> Iterator[Item]:
-        """Everything that the objects hold, each once."""
+        """Everything that the objects and the step hold, each once; first the objects."""
         seen: set[int] = set()
         names: dict[int, str] = {}
         own_names = {id(root): name for name, root in self.roots.items() if isinstance(root, _UPDATERS)}
-        left = [Item(name, root) for name, root in reversed(self.roots.items())]
+        left = [(Item("step", self._step, "reached"), 0)]
+        left += [(Item(name, root, "kept"), 0) for name, root in reversed(self.roots.items())]
         while left:
-            item = left.pop()
-            if id(item.value) in seen or item.name != own_names.get(id(item.value), item.name):
+            item, depth = left.pop()
+            name, value, role, *_ = item
+            is_tensor = isinstance(value, torch.Tensor)
+            if id(value) in seen or (role != "reached" and name != own_names.get(id(value), name)):
                 continue  # what is in another object, too, is named after itself
-            if isinstance(item.value, torch.Tensor) and not _has_contents(item.value):
+            if (is_tensor and not _has_contents(value)) or depth > _DEPTH:
                 continue
-            seen.add(id(item.value))
-            if isinstance(item.value, torch.Tensor):
-                names[id(item.value)] = item.name
-            if isinstance(item.value, torch.Tensor | torch.Generator) or type(item.value) in _CONTAINERS:
+            seen.add(id(value))
+            if is_tensor:
+                names[id(value)] = name
+            if is_tensor or isinstance(value, (torch.Generator, *CONTAINERS)) or is_array(value):
                 yield item
-            elif _is_stateful(item.value) and hasattr(item.value, "__dict__"):
-                yield Item(item.name, vars(item.value))
-            left += reversed(list(_children(item, names)))
+            inner = _children_outside(item) if role == "reached" else _children(item, names)
+            left += reversed([(child, depth + (role == "reached" and not isinstance(value, types.CellType))) for child in inner])
 
-    def modules(self) -> Iterator[Item]:
+    def modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Every module, with its name."""
         for name, root in self.roots.items():
             if isinstance(root, torch.nn.Module):
-                for path, module in root.named_modules():
-                    yield Item(f"{name}.{path}" if path else name, module)
+                yield from ((f"{name}.{path}" if path else name, module) for path, module in root.named_modules())
 
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """The optimizers among the objects, also of schedulers."""
@@ -110,171 +150,15 @@ class State:
                 found[name] = optimizer
         return found
 
-    def tensors(self) -> Iterator[Item]:
-        """Every tensor, gradients included."""
-        return (item for item in self.walk() if isinstance(item.value, torch.Tensor))
-
     def generators(self) -> list[torch.Generator]:
         """The generators among the objects."""
         return [root for root in self.roots.values() if isinstance(root, torch.Generator)]
 
-    def named_tensors(self) -> Iterator[Item]:
-        """Parameters and buffers of the modules, the tensors among the objects, and other parameters of optimizers."""
-        seen: set[int] = set()
-        for name, module in self.modules():
-            for path, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None and id(tensor) not in seen and _has_contents(tensor):
-                    seen.add(id(tensor))
-                    yield Item(f"{name}.{path}", tensor)
-        for name, root in self.roots.items():
-            if isinstance(root, torch.Tensor) and id(root) not in seen:
-                seen.add(id(root))
-                yield Item(name, root)
-        for name, optimizer in self.optimizers().items():
-            for index, group in enumerate(optimizer.param_groups):
-                for place, tensor in enumerate(group["params"]):
-                    if id(tensor) not in seen and _has_contents(tensor):
-                        seen.add(id(tensor))
-                        yield Item(f"{name}.param_groups[{index}]['params'][{place}]", tensor)
-
-    def lasting_tensors(self) -> Iterator[Item]:
-        """The tensors that are to be the same objects after each step: all but gradients, other attributes of modules,
-        and what schedulers and scalers make anew."""
-        yield from self.named_tensors()
-        passing = (torch.nn.Module, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, torch.Tensor)
-        prefixes = tuple(f"{name}." for name, root in self.roots.items() if not isinstance(root, passing))
-        for item in self.tensors():
-            if item.name.startswith(prefixes) and not item.name.endswith(".grad"):
+    def tensors(self, *roles: Role) -> Iterator[Item]:
+        """The tensors of the state that have one of the roles; without roles, every tensor, gradients included."""
+        for item in self.walk():
+            if isinstance(item.value, torch.Tensor) and (item.role in roles if roles else item.role != "reached"):
                 yield item
-
-    def passing_tensors(self) -> Iterator[Item]:
-        """Tensors in attributes of modules that are neither parameters nor buffers."""
-        lasting = {id(item.value) for item in self.lasting_tensors()}
-        names = tuple(f"{name}." for name, root in self.roots.items() if isinstance(root, torch.nn.Module))
-        for item in self.tensors():
-            if item.name.startswith(names) and id(item.value) not in lasting and not item.name.endswith(".grad"):
-                yield item
-
-    def save(self, contents: Callable[[torch.Tensor], bool] = lambda tensor: True) -> Snapshot:
-        """Copy everything, or of tensors only those contents that are wanted."""
-        return Snapshot(list(self.walk()), contents)
-
-
-def _has_contents(tensor: torch.Tensor) -> bool:
-    """False on the meta device, and for what torch.vmap left over, such as parameters in the cache of a TensorDict."""
-    return not (tensor.is_meta or is_functorch_wrapped_tensor(tensor))
-
-
-def _children(item: Item, names: Mapping[int, str]) -> Iterator[Item]:
-    name, value = item
-    if isinstance(value, torch.Tensor):
-        if is_traceable_wrapper_subclass(value):
-            yield from (Item(f"{name}.{part}", getattr(value, part)) for part in value.__tensor_flatten__()[0])
-        if value.is_leaf and value.grad is not None:
-            yield Item(f"{name}.grad", value.grad)
-    elif type(value) in _DICTS:
-        for index, (key, child) in enumerate(value.items()):
-            is_tensor = isinstance(key, torch.Tensor)  # in the state of an optimizer
-            yield Item(f"{name}[{names.get(id(key), f'parameter {index}') if is_tensor else repr(key)}]", child)
-    elif type(value) in (*_LISTS, tuple):
-        yield from (Item(f"{name}[{index}]", child) for index, child in enumerate(value))
-    elif _is_stateful(value) and hasattr(value, "__dict__"):
-        for key, child in vars(value).items():
-            if key in _UNNAMED and isinstance(value, torch.nn.Module):
-                yield from (Item(f"{name}.{part}", held) for part, held in child.items())
-                yield Item(f"{name}.{key}", child)
-            else:
-                yield Item(f"{name}.{key}", child)
-
-
-# ---- Saving and restoring --------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _SavedTensor:
-    name: str
-    tensor: torch.Tensor
-    alias: torch.Tensor
-    """Shares the memory that the tensor had, with its sizes and strides."""
-    gradient: torch.Tensor | None
-    requires_grad: bool
-    is_leaf: bool
-
-
-@dataclass
-class Snapshot:
-    """A copy of a state, which can be put back in place, bit by bit."""
-
-    items: list[Item]
-    _wanted: Callable[[torch.Tensor], bool]
-    _containers: list[tuple[Item, Any]] = field(init=False)
-    _tensors: list[_SavedTensor] = field(init=False)
-    _memory: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = field(init=False)
-    _whole: list[tuple[torch.Tensor, torch.Tensor]] = field(init=False)
-    _generators: list[tuple[torch.Generator, torch.Tensor]] = field(init=False)
-
-    @torch.no_grad()
-    def __post_init__(self) -> None:
-        """Copy the contents."""
-        self._containers, self._tensors, self._memory, self._whole, self._generators = [], [], {}, [], []
-        for item in self.items:
-            value = item.value
-            if isinstance(value, torch.Generator):
-                self._generators.append((value, value.get_state()))
-            elif isinstance(value, torch.Tensor):
-                self._save_tensor(item.name, value)
-            else:
-                self._containers.append((item, list(value.items() if isinstance(value, dict) else value)))
-        self.random = RandomNumbers()
-
-    def _save_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        gradient = tensor.grad if tensor.is_leaf else None
-        saved = _SavedTensor(name, tensor, tensor.detach(), gradient, tensor.requires_grad, tensor.is_leaf)
-        self._tensors.append(saved)
-        memory = memory_of(tensor)
-        if not self._wanted(tensor):
-            return
-        if memory is not None:
-            if memory._cdata not in self._memory:
-                self._memory[memory._cdata] = memory, memory.clone()  # type: ignore[no-untyped-call]
-        elif not is_traceable_wrapper_subclass(tensor):  # its parts are saved
-            self._whole.append((saved.alias, tensor.detach().clone()))
-
-    @torch.no_grad()
-    def contents(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and copies of the tensors whose contents were saved."""
-        for saved in self._tensors:
-            memory = memory_of(saved.alias)
-            if memory is not None and memory._cdata in self._memory:
-                own = self._memory[memory._cdata][1]
-                copied = torch.empty(0, dtype=saved.alias.dtype, device=own.device)
-                layout = saved.alias.storage_offset(), saved.alias.shape, saved.alias.stride()
-                yield saved.name, copied.set_(own, *layout)
-        for alias, copied in self._whole:
-            yield next(saved.name for saved in self._tensors if saved.alias is alias), copied
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put everything back: the same objects, with the contents that they had."""
-        for (_, container), contents in self._containers:
-            _refill(container, contents)
-        for saved in self._tensors:
-            tensor = saved.tensor
-            if _layout(tensor) != _layout(saved.alias):
-                tensor.data = saved.alias
-            if tensor.is_leaf and tensor.requires_grad != saved.requires_grad:
-                tensor.requires_grad_(saved.requires_grad)
-            if saved.is_leaf and tensor.is_leaf and tensor.grad is not saved.gradient:
-                tensor.grad = saved.gradient
-        for memory, contents in self._memory.values():
-            if memory.nbytes() != contents.nbytes():
-                memory.resize_(contents.nbytes())
-            memory.copy_(contents)
-        for tensor, contents in self._whole:
-            tensor.copy_(contents)
-        for generator, state in self._generators:
-            generator.set_state(state)
-        self.random.restore()
 
 
 def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
@@ -287,67 +171,88 @@ def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return None
 
 
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    memory = memory_of(tensor)
-    if memory is None:
-        return None
-    return memory._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+def _is_stateful(value: object) -> bool:
+    """True for modules, optimizers, schedulers, scalers and the like."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def _refill(container: Any, contents: list[Any]) -> None:
-    now = list(container.items() if isinstance(container, dict) else container)
-    pairs = zip(now, contents, strict=False)
-    if isinstance(container, dict):
-        is_same = len(now) == len(contents) and all(a[0] is b[0] and a[1] is b[1] for a, b in pairs)
-    else:
-        is_same = len(now) == len(contents) and all(a is b for a, b in pairs)
-    if is_same:
+def _updaters_in(root: Any) -> list[Any]:
+    modules = root.modules() if isinstance(root, torch.nn.Module) else ()
+    return [held for module in modules for held in vars(module).values() if isinstance(held, _UPDATERS)]
+
+
+def _has_contents(tensor: torch.Tensor) -> bool:
+    """False on the meta device, and for what torch.vmap left over, such as parameters in the cache of a TensorDict."""
+    return not (tensor.is_meta or is_functorch_wrapped_tensor(tensor))
+
+
+# ---- What is in an object --------------------------------------------------------------------------------------------
+
+
+def _children(item: Item, names: Mapping[int, str]) -> Iterator[Item]:
+    """What is in a part of the state."""
+    name, value, role, *_ = item
+    if item.form == ATTRIBUTE:  # what is in it comes from its object
         return
-    container.clear()
-    if isinstance(container, dict | set):
-        container.update(contents)
-    else:
-        container.extend(contents)
+    if isinstance(value, torch.Tensor):
+        if is_traceable_wrapper_subclass(value):
+            yield from (Item(f"{name}.{part}", getattr(value, part), role) for part in value.__tensor_flatten__()[0])
+        if value.is_leaf and value.grad is not None:
+            yield Item(f"{name}.grad", value.grad, "gradient")
+    elif isinstance(value, torch.nn.Module):
+        for key, held in vars(value).items():
+            if key in _PARTS_OF_MODULES:
+                yield from (Item(f"{name}.{part}", tensor, "kept") for part, tensor in held.items())
+            inner: Role = "kept" if key in _PARTS_OF_MODULES else "hooks" if key in HOOKS_OF_MODULES else "attribute"
+            yield Item(f"{name}.{key}", held, inner)
+        yield Item(name, vars(value), "module", ATTRIBUTE)
+    elif isinstance(value, torch.optim.Optimizer):
+        for index, group in enumerate(value.param_groups):
+            yield Item(f"{name}.param_groups[{index}]", group, "options")
+        yield Item(f"{name}.param_groups", value.param_groups, "optimizer")
+        yield Item(f"{name}.state", value.state, "optimizer")
+        for key, held in vars(value).items():
+            yield Item(f"{name}.{key}", held, "hooks" if key in HOOKS_OF_OPTIMIZERS else "updater")
+        yield Item(name, vars(value), "updater", ATTRIBUTE)
+    elif type(value) in _DICTS:
+        for index, (key, held) in enumerate(value.items()):
+            is_tensor = isinstance(key, torch.Tensor)  # in the state of an optimizer
+            shown = names.get(id(key), f"parameter {index}") if is_tensor else repr(key)
+            yield Item(f"{name}[{shown}]", held, "kept" if role == "options" else role)
+    elif type(value) in (*_LISTS, tuple):
+        yield from (Item(f"{name}[{index}]", held, role) for index, held in enumerate(value))
+    elif _is_stateful(value) and hasattr(value, "__dict__"):
+        inner = "updater" if isinstance(value, _UPDATERS) else role
+        yield from (Item(f"{name}.{key}", held, inner) for key, held in vars(value).items())
+        is_read = inner == "kept" or isinstance(value, torch.amp.GradScaler)
+        yield Item(name, vars(value), "module" if is_read else inner, ATTRIBUTE)
 
 
-def host_generators() -> dict[str, Any]:
-    """The states of the global generators of Python, and of NumPy if it is loaded, in a form that can be compared."""
-    states: dict[str, Any] = {"Python's random": random.getstate()}
-    if (numpy := sys.modules.get("numpy.random")) is not None:
-        name, keys, *others = numpy.get_state()
-        states["NumPy's random"] = name, keys.tobytes(), others
-    return states
-
-
-class RandomNumbers:
-    """The states of the global generators: PyTorch's of each device in use, Python's, and NumPy's if it is loaded."""
-
-    def __init__(self) -> None:
-        """Save the states."""
-        modules = (torch.cuda, getattr(torch, "xpu", None))
-        self._devices = [module for module in modules if module is not None and _is_in_use(module)]
-        self._cpu, self._python = torch.get_rng_state(), random.getstate()
-        self._of_devices = [module.get_rng_state_all() for module in self._devices]
-        self._numpy = sys.modules.get("numpy.random")
-        self._of_numpy = None if self._numpy is None else self._numpy.get_state()
-        self._of_host = host_generators()
-
-    def changes(self) -> Iterator[str]:
-        """The generators of the host that have changed since."""
-        if not torch.equal(self._cpu, torch.get_rng_state()):
-            yield "PyTorch's generator of the CPU"
-        now = host_generators()
-        yield from (library for library, state in self._of_host.items() if state != now[library])
-
-    def restore(self) -> None:
-        """Set the generators back."""
-        torch.set_rng_state(self._cpu)
-        random.setstate(self._python)
-        for module, states in zip(self._devices, self._of_devices, strict=True):
-            module.set_rng_state_all(states)
-        if self._numpy is not None:
-            self._numpy.set_state(self._of_numpy)
-
-
-def _is_in_use(module: Any) -> bool:
-    return bool(module.is_available() and module.is_initialized())
+def _children_outside(item: Item) -> Iterator[Item]:
+    """What is in something else that the step can reach."""
+    name, value, role, *_ = item
+    if isinstance(value, functools.partial):
+        yield from (Item(name, held, role) for held in (value.func, value.args, value.keywords))
+    elif isinstance(value, types.MethodType):
+        yield Item(name, value.__func__, role)
+        yield Item("self" if name == "step" else name, value.__self__, role)
+    elif isinstance(value, types.FunctionType):
+        if value.__code__.co_filename.startswith(NOT_THE_USERS):
+            return
+        for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            yield Item(key, cell, role, VARIABLE)
+        used = Item("", value.__globals__, role, "{key}", frozenset(value.__code__.co_names))
+        yield from (Item(key, held, role) for key, held in used.pairs())
+        yield used
+    elif item.form == ATTRIBUTE or item.keys is not None or isinstance(value, str | type | types.ModuleType):
+        return
+    elif type(value) in (*CONTAINERS, tuple):
+        if isinstance(value, types.CellType) or len(value) <= _MOST:
+            pairs = enumerate(value) if isinstance(value, (deque, set, tuple)) else item.pairs()
+            yield from (Item(item.place(key), held, role) for key, held in pairs)
+    elif not isinstance(value, torch.Tensor | GradientMonitor) and hasattr(value, "__dict__"):
+        if isinstance(value, torch.nn.Module):
+            named = *value.named_parameters(), *value.named_buffers()
+            yield from (Item(f"{name}.{path}", tensor, role) for path, tensor in named)
+        yield from (Item(f"{name}.{key}", held, role) for key, held in vars(value).items())
+        yield Item(name, vars(value), "updater" if isinstance(value, _UPDATERS) else role, ATTRIBUTE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,18 +14,30 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from .. import _context, _numbers
+from ..diagnosis.lines import Location, users_line
 from ..monitor._kept import Rehearsal
 from ..monitor.monitor import GradientMonitor
 from . import graphs
-from .arguments import Arguments, argument, like, read, refuse_result, result_at, tensors, text_of, too_many
-from .checks import Before, Outcome, beyond_noise
+from .arguments import (
+    Arguments,
+    Form,
+    Leaf,
+    argument,
+    each_tensor,
+    flatten,
+    like,
+    read,
+    refuse_result,
+    text_of,
+    too_many,
+)
+from .checks import Outcome, beyond_noise, problems, shown
 from .diagnosis import diagnose_capture
-from .guards import Change, Guards
-from .hooks import hook_name, hooks_of, is_of_monitor, rehearsing, watching_mode
+from .guards import Guards
+from .hooks import hook_name, hooks_of, inside, is_inside_another, is_of_monitor, rehearsing, watching_mode
 from .remedies import rate_remedy
+from .snapshot import Change, Snapshot
 from .state import State
-from .structure import Form, Leaf, build, flatten
-from .surroundings import Surroundings
 from .watch import location_of
 
 
@@ -137,7 +150,7 @@ class CapturedStep:
         if hooks not in ("raise", "ignore"):
             raise ValueError(f"CapturedStep: hooks must be 'raise' or 'ignore', but it is {hooks!r}")
         _numbers.check_flag("CapturedStep: copy_outputs", copy_outputs)
-        self._step, self._given, self._state = step, state, State("CapturedStep", state)
+        self._step, self._given, self._state = step, state, State("CapturedStep", state, step)
         self._options: dict[str, Any] = {
             "warmup": _integer("warmup", warmup, 1),
             "verify": _integer("verify", verify, 0),
@@ -198,8 +211,10 @@ class CapturedStep:
     # ---- Calls -------------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Make one learner step."""
-        return self._step(*args, **kwargs) if self._maker is None else self._by_graph(args, kwargs)
+        """Make one learner step. Inside of another captured step, this becomes a part of the other one's graph."""
+        if self._maker is None or is_inside_another(self):
+            return self._step(*args, **kwargs)
+        return self._by_graph(args, kwargs)
 
     @_context.in_eager_mode("CapturedStep: call it outside of a function with fullgraph=True, and compile its modules")
     def _by_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -210,7 +225,7 @@ class CapturedStep:
             except _Refused as error:
                 if self._options["fallback"] is None:
                     raise
-                warnings.warn(f"{error}\nfallback='eager': from now on the step is called as it is.", stacklevel=5)
+                _warn(f"{error}\nfallback='eager': from now on the step is called as it is.")
                 result = error.result or (self._plain(arguments),)
                 self.reset()
                 self._maker = None
@@ -218,7 +233,7 @@ class CapturedStep:
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Call the step as it is. Allowed at any time: graphs and plain calls have one state."""
-        if self._maker is None:
+        if self._maker is None or is_inside_another(self):
             return self._step(*args, **kwargs)
         with self._locked():
             return self._plain(read(args, kwargs, self._device))
@@ -230,19 +245,22 @@ class CapturedStep:
                 "CapturedStep: the step is already running, in another thread or because it calls itself"
             )
         try:
-            yield
+            with inside(self):
+                yield
         finally:
             self._lock.release()
 
     def _call(self, arguments: Arguments) -> Any:
-        self._refuse_modes()
+        if self._options["hooks"] == "raise" and (mode := watching_mode()):
+            raise _Refused(
+                f"CapturedStep: {mode} is active, but a replay makes no calls that it could see; inside of it, write "
+                "update.plain(...)"
+            )
         captured, changed = self._matching(arguments.form)
-        if captured is None and (
-            self._num_plain < self._options["warmup"] or self._known.get(arguments.form) != changed
-        ):
-            self._known[arguments.form] = changed
-            return self._plain(arguments)
         if captured is None:
+            if self._num_plain < self._options["warmup"] or self._known.get(arguments.form) != changed:
+                self._known[arguments.form] = changed
+                return self._plain(arguments)
             captured = self._capture(arguments)
         if any(monitor._records_one_of(rehearsal.steps) for monitor, rehearsal in captured.rehearsals):
             return self._plain(arguments)
@@ -264,17 +282,14 @@ class CapturedStep:
         args, kwargs = arguments.build()
         with self._maker.side_by_side() as self._waits:
             result = self._step(*args, **kwargs)
-        return _each(_detached, result)
+        return each_tensor(torch.Tensor.detach, result)
 
     def _replay(self, captured: _Captured, arguments: Arguments) -> Any:
-        given = [value for _, value in tensors(arguments.leaves)]
-        if given:
-            torch._foreach_copy_(captured.inputs, given, non_blocking=True)
+        if captured.inputs:
+            torch._foreach_copy_(captured.inputs, [value for _, value in arguments.tensors()], non_blocking=True)
         captured.graph.replay()
         captured.guards.set_gradients()
-        return _each(_copied, captured.result) if self._options["copy_outputs"] else captured.result
-
-    # ---- Guards ------------------------------------------------------------------------------------------------------
+        return each_tensor(torch.Tensor.clone, captured.result) if self._options["copy_outputs"] else captured.result
 
     def _matching(self, form: Form) -> tuple[_Captured | None, Any]:
         """The graph for arguments of this form and the state as it is; and what has changed, if another is needed."""
@@ -285,16 +300,19 @@ class CapturedStep:
         changed: list[Any] = []
         for captured in candidates:
             changes = captured.guards.changes()
-            if not changes:  # an equal object in place of another
-                captured.guards.accept()
-                return captured, None
             for change in changes:
                 if change.kind in ("number", "rate"):
-                    raise _Refused(_changed_rate(change))
+                    raise _Refused(f"CapturedStep: {_changed_option(change)}")
             if all(change.kind == "attribute" for change in changes):
                 # Perhaps the step does not read it: compare a replay with a plain step, if that is wanted.
-                captured.guards.accept(changes)
-                captured.verified = min(captured.verified, max(self._options["verify"] - 1, 0))
+                for change in captured.guards.accept(changes):
+                    self._warn_once(
+                        f"{change.name} changes between the calls. Two comparisons of a replay with a plain step have "
+                        "found no effect, and there will be no more. If the step uses it at some calls only, pass it as "
+                        "an argument"
+                    )
+                if changes:
+                    captured.verified = min(captured.verified, max(self._options["verify"] - 1, 0))
                 return captured, None
             if any(change.kind == "identity" for change in changes):
                 captured.graph.reset()
@@ -304,103 +322,87 @@ class CapturedStep:
                 changed += [(change.name, str(change.now)) for change in changes]
         return None, changed
 
-    # ---- Hooks -------------------------------------------------------------------------------------------------------
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            _warn(f"CapturedStep: {message}")
 
-    def _refuse_modes(self) -> None:
-        """Raise in a mode that would not see what a replay does."""
-        if self._options["hooks"] == "raise" and (mode := watching_mode()):
-            raise _Refused(
-                f"CapturedStep: {mode} is active, but a replay makes no calls that it could see; inside of it, write "
-                "update.plain(...)"
-            )
+    # ---- Capturing ---------------------------------------------------------------------------------------------------
 
-    def _refuse_hooks(self) -> None:
+    def _capture(self, arguments: Arguments) -> _Captured:
+        assert self._maker is not None
+        self._refuse_beforehand(arguments)
+        places = arguments.tensors()
+        inputs = [like(value) for _, value in places]
+        versions = [tensor._version for tensor in inputs]
+        args, kwargs = arguments.build(inputs)
+        before = Snapshot(self._state, lambda tensor: tensor.device.type == "cpu")
+        try:
+            with _without_autocast_cache(), _capturable(self._state), rehearsing(self._state) as rehearsals:
+                graph, result = self._maker.capture(lambda: self._step(*args, **kwargs), self._state.generators())
+            self._refuse_results(flatten(result, refuse_result)[1])
+            for (place, _), tensor, version in zip(places, inputs, versions, strict=True):
+                if tensor._version != version:
+                    raise _Refused(f"CapturedStep: the step writes to {argument(place)}; write to a copy, x.clone()")
+            for problem in problems(before, self._state, verifies=self._options["verify"] > 1):
+                raise _Refused(f"CapturedStep: {problem}")
+            gradients, changes = before.gradients(), list(before.changes())
+        except Exception as error:
+            before.restore()
+            self.reset()  # a capture that fails leaves other states in PyTorch's generators
+            if isinstance(error, _Refused | TypeError):
+                raise
+            place = location_of(error)
+            at = f" at {place}: {place.source}" if place else ""
+            message = str(error).partition("\n")[0]
+            text = f"CapturedStep: the step cannot be captured{at}: {message}{self._diagnosed(arguments)}"
+            raise _Refused(text) from error
+        before.restore()
+        for change in changes:
+            if change.is_of_a_number:
+                self._warn_once(
+                    f"the step changes {shown(change)}, which a replay does not. If the step computes or decides with "
+                    "it, keep it in a tensor of the device that is part of the state, or change it outside of the step"
+                )
+        guards = Guards(before, gradients, with_outside=self._options["verify"] > 0)
+        result = each_tensor(torch.Tensor.detach, result)
+        self._captured.append(_Captured(arguments.form, inputs, graph, result, guards, rehearsals))
+        return self._captured[-1]
+
+    def _refuse_beforehand(self, arguments: Arguments) -> None:
+        if len(self._captured) == self._options["max_graphs"]:
+            raise _Refused(too_many([one.form for one in self._captured], arguments))
         for name, hook in hooks_of(self._state):
             if self._options["hooks"] == "raise" and not is_of_monitor(hook):
                 raise _Refused(
                     f"CapturedStep: {name} has the hook {hook_name(hook)}, which a replay would not run; remove it, or "
                     "pass hooks='ignore' if it consists of calls of PyTorch, which the graph repeats"
                 )
-
-    # ---- Capturing ---------------------------------------------------------------------------------------------------
-
-    def _capture(self, arguments: Arguments) -> _Captured:
-        assert self._maker is not None
-        if len(self._captured) == self._options["max_graphs"]:
-            raise _Refused(too_many([one.form for one in self._captured], arguments))
-        self._refuse_hooks()
         if self._waits:  # known beforehand, because a capture that fails leaves traces in PyTorch
-            lines = ", ".join(dict.fromkeys(self._waits))
             raise _Refused(
-                f"CapturedStep: the step waits for the device at {lines}, which cannot be captured"
-                f"{self._diagnosed(arguments)}"
-            )
-        places = tensors(arguments.leaves)
-        inputs = [like(value) for _, value in places]
-        versions = [tensor._version for tensor in inputs]
-        own = iter(inputs)
-        args, kwargs = arguments.build(
-            next(own) if isinstance(value, torch.Tensor) else value for _, value in arguments.leaves
-        )
-        before, around = Before(self._state), Surroundings(self._step, self._state)
-        try:
-            with _without_autocast_cache(), _capturable(self._state), rehearsing(self._state) as rehearsals:
-                graph, result = self._maker.capture(lambda: self._step(*args, **kwargs), self._state.generators())
-            self._check_results(flatten(result, refuse_result)[1])
-            for (place, _), tensor, version in zip(places, inputs, versions, strict=True):
-                if tensor._version != version:
-                    raise _Refused(f"CapturedStep: the step writes to {argument(place)}; write to a copy, x.clone()")
-            for problem in (*before.problems(self._options["verify"] > 1), *map(_unnamed, around.written_tensors())):
-                raise _Refused(f"CapturedStep: {problem}")
-            for name, was, now in around.changed_numbers():
-                self._warn_of_number(name, was, now)
-        except Exception as error:
-            before.restore()
-            around.restore()
-            if isinstance(error, _Refused | TypeError):
-                raise
-            raise _Refused(self._why_not_captured(error, arguments)) from error
-        gradients = before.gradients()
-        before.restore()
-        around.restore()
-        guards = Guards(self._state, gradients, around.places if self._options["verify"] else [])
-        self._captured.append(_Captured(arguments.form, inputs, graph, _each(_detached, result), guards, rehearsals))
-        return self._captured[-1]
-
-    def _warn_of_number(self, name: str, before: Any, now: Any) -> None:
-        if name not in self._warned:
-            self._warned.add(name)
-            warnings.warn(
-                f"CapturedStep: the step changes {name} ({before!r}, then {now!r}), which a replay does not. If the "
-                "step computes or decides with it, keep it in a tensor of the device that is part of the state, or "
-                "change it outside of the step",
-                stacklevel=7,
+                f"CapturedStep: the step waits for the device at {', '.join(dict.fromkeys(self._waits))}, which cannot "
+                f"be captured{self._diagnosed(arguments)}"
             )
 
-    def _check_results(self, results: list[Leaf]) -> None:
-        for place, value in tensors(results):
-            if value.device != self._device:
+    def _refuse_results(self, results: list[Leaf]) -> None:
+        for place, value in results:
+            if isinstance(value, torch.Tensor) and value.device != self._device:
                 raise _Refused(
-                    f"CapturedStep: {result_at(place)} is on {value.device}, where a replay computes nothing; return "
+                    f"CapturedStep: its result{place} is on {value.device}, where a replay computes nothing; return "
                     "the tensor of the device, and move it afterwards"
                 )
-
-    def _why_not_captured(self, error: Exception, arguments: Arguments) -> str:
-        place = location_of(error)
-        at = f" at {place}: {place.source}" if place else ""
-        message = str(error).partition("\n")[0]
-        return f"CapturedStep: the step cannot be captured{at}: {message}{self._diagnosed(arguments)}"
 
     def _diagnosed(self, arguments: Arguments) -> str:
         """What `diagnose_capture` finds, for an error message."""
         args, kwargs = arguments.build()
+        before = Snapshot(self._state, lambda tensor: False)
         try:
             diagnosis = diagnose_capture(lambda _: self._step(*args, **kwargs), [0, 1], *self._given)
         except Exception:  # the error that is being reported
             return ""
+        finally:
+            before.restore()
         return "" if diagnosis.ok else f"\n{diagnosis}"
-
-    # ---- Verification ------------------------------------------------------------------------------------------------
 
     def _verify(self, captured: _Captured, arguments: Arguments) -> Any:
         """Replay, and run a plain step on the same batch from the same state. Keeps what the plain step did."""
@@ -408,36 +410,38 @@ class CapturedStep:
         def outcome(result: Any) -> Outcome:
             return Outcome(flatten(result, refuse_result)[1], self._state)
 
-        begin, around = self._state.save(), Surroundings(self._step, self._state)
+        begin = Snapshot(self._state)
         replayed = outcome(self._replay(captured, arguments))
         begin.restore()
         result = self._run(arguments)
         wanted = outcome(result)
         captured.guards.keep_gradients()
+        captured.guards.accept_effects()
         captured.verified += 1
         if differences := replayed.differences(wanted):
             begin.restore()
-            around.restore()
             with rehearsing(self._state):
                 noise = outcome(self._run(arguments)).differences(wanted)
-            wrong = beyond_noise(differences, noise)
-            found = "" if wrong is None else self._diagnosed(arguments)
+            # A step that draws from an iterator, for example, is another one each time. That is no noise.
+            found = self._diagnosed(arguments)
+            wrong = beyond_noise(differences, noise) or (next(iter(differences.items())) if found else None)
             wanted.state.restore()
             if wrong is not None:
                 self._captured.remove(captured)
                 captured.graph.reset()
+                much = "" if wrong[1] == math.inf else f" by {wrong[1]:.3g}"
                 error = _Refused(
-                    f"CapturedStep: a replay differs from a plain step, in {wrong[0]} by {wrong[1]:.3g}; the plain "
-                    f"step was kept{found}"
+                    f"CapturedStep: a replay differs from a plain step, in {wrong[0]}{much}; the plain step was kept{found}"
                 )
                 error.result = (result,)
                 raise error
         return result
 
 
-def _each(function: Callable[[Any], Any], result: Any) -> Any:
-    """Apply a function to the leaves of a result."""
-    return build(result, [function(value) for _, value in flatten(result, refuse_result)[1]])
+def _warn(message: str) -> None:
+    """Warn at the line of the user's call."""
+    line = users_line() or Location("gradscale_ext", 0)
+    warnings.warn_explicit(message, UserWarning, line.file, line.line)
 
 
 def _integer(argument: str, value: Any, least: int) -> int:
@@ -455,7 +459,7 @@ def _make(step: Callable[..., Any], state: tuple[Any, ...], options: dict[str, A
 def _device_of(state: State) -> torch.device:
     """The device of the state. Raises ValueError for several."""
     found: dict[torch.device, str] = {}
-    for name, tensor in state.tensors():
+    for name, tensor, *_ in state.tensors():
         if tensor.device.type != "cpu":
             found.setdefault(tensor.device, name)
     if len(found) > 1:
@@ -491,25 +495,9 @@ def _capturable(state: State) -> Iterator[None]:
             group["capturable"] = False
 
 
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _changed_rate(change: Change) -> str:
+def _changed_option(change: Change) -> str:
     if change.kind == "rate":
-        return (
-            f"CapturedStep: {change.name} is another tensor than the one that was captured; change that one with "
-            f"fill_() or copy_()"
-        )
-    return (
-        f"CapturedStep: {change.name} is {change.now}, but a graph keeps {change.before}, the number that was "
-        f"captured; write {rate_remedy()}"
-    )
-
-
-def _unnamed(name: str) -> str:
-    return f"the step writes to {name}, which is not part of the state; name what holds it in CapturedStep(step, ...)"
+        return f"{change.name} is another tensor than the captured one; change that one with fill_() or copy_()"
+    then, now = (f"{value:.6g}" if isinstance(value, float) else str(value) for value in (change.before, change.now))
+    remedy = f"write {rate_remedy()}" if change.key == "lr" else "call reset() after a change, which captures again"
+    return f"{change.name} is {now}, but a graph keeps {then}, the value that was captured; {remedy}"

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import _context
 from ..diagnosis.lines import NOT_THE_USERS, Location, users_frame
 from .graphs import seeming_to_capture
-from .state import Item, host_generators, memory_of
+from .snapshot import host_generators
+from .state import Item, memory_of
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -271,7 +272,7 @@ class Watch:
 
     def replaced(self, tensors: Iterable[Item]) -> list[tuple[str, Location | None]]:
         """Names of the tensors whose memory the step has made, and the lines that made it."""
-        found = ((name, memory_of(tensor)) for name, tensor in tensors)
+        found = ((item.name, memory_of(item.value)) for item in tensors)
         return [
             (name, self._made[memory._cdata][1]) for name, memory in found if memory is not None and self._makes(memory)
         ]

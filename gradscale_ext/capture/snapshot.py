@@ -1,0 +1,283 @@
+"""A copy of what a step can reach: what has changed since, and putting it back."""
+
+from __future__ import annotations
+
+import random
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .state import Item, Role, State, memory_of
+
+Kind = Literal["number", "rate", "flag", "hook", "identity", "attribute", "gradient", "updater"]
+"""A number or tensor in `param_groups`; `training` or `requires_grad`; hooks; which objects a container holds, or the
+memory of a tensor; something that the step may or may not read; whether a parameter has a gradient; something of a
+scheduler."""
+NUMBERS = (int, float, bool, str)
+_MISSING = object()
+
+
+class Change(NamedTuple):
+    """Something that is no longer as it was."""
+
+    kind: Kind
+    name: str
+    before: Any
+    now: Any
+    item: Item | None = None
+    key: Any = None
+
+    @property
+    def is_of_a_number(self) -> bool:
+        """True if a number or string has become another one."""
+        return type(self.before) is type(self.now) and isinstance(self.now, NUMBERS)
+
+
+def kind_of(role: Role, key: Any, value: Any) -> Kind:
+    """The kind of an item of a container."""
+    if role == "options":
+        return "identity" if key == "params" else "rate" if isinstance(value, torch.Tensor) else "number"
+    if role == "module" and key == "training":
+        return "flag"
+    if role == "hooks":
+        return "hook"
+    if role == "updater":
+        return "identity" if key in ("state", "param_groups") else "updater"
+    return "identity" if role in ("kept", "optimizer") and not isinstance(value, NUMBERS) else "attribute"
+
+
+class Gradient(NamedTuple):
+    """The gradient of a tensor before and after a step."""
+
+    tensor: torch.Tensor
+    before: torch.Tensor | None
+    after: torch.Tensor | None
+    is_used: bool
+    """True if the step wrote to the gradient from before, or left it in place."""
+
+
+class SavedTensor(NamedTuple):
+    """A tensor as it was."""
+
+    item: Item
+    alias: torch.Tensor
+    """Shares the memory that the tensor had, with its sizes and strides."""
+    gradient: torch.Tensor | None
+    gradient_version: int
+    version: int
+    requires_grad: bool
+    num_hooks: int
+
+
+class Snapshot:
+    """A copy of a state, which can be compared, and put back in place, bit by bit."""
+
+    @torch.no_grad()
+    def __init__(self, state: State, contents: Callable[[torch.Tensor], bool] = lambda tensor: True) -> None:
+        """Copy everything, or of tensors only those contents that are wanted."""
+        self._state = state
+        self.containers: list[tuple[Item, list[tuple[Any, Any]]]] = []
+        self.tensors: list[SavedTensor] = []
+        self.outside: list[SavedTensor] = []
+        """Tensors that are not part of the state. Their contents are not saved."""
+        self._memory: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._whole: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
+        self.random = RandomNumbers()
+        for item in state.walk():
+            if isinstance(item.value, torch.Generator):
+                self._generators.append((item.value, item.value.get_state()))
+            elif not isinstance(item.value, torch.Tensor):
+                self.containers.append((item, item.pairs()))
+            elif item.role != "reached":
+                self.tensors.append(_saved(item))
+                if contents(item.value):
+                    self._save_contents(self.tensors[-1])
+            elif not item.value.is_inference():
+                self.outside.append(_saved(item))
+        known = {memory._cdata for saved in self.tensors if (memory := memory_of(saved.alias)) is not None}
+        self.outside = [one for one in self.outside if _key(one.alias) not in known]
+        self.memory = {memory._cdata: memory for saved in self.tensors if (memory := memory_of(saved.alias)) is not None}
+
+    def _save_contents(self, saved: SavedTensor) -> None:
+        memory = memory_of(saved.alias)
+        if memory is not None:
+            if memory._cdata not in self._memory:
+                self._memory[memory._cdata] = memory, memory.clone()  # type: ignore[no-untyped-call]
+        elif not is_traceable_wrapper_subclass(saved.item.value):  # its parts are saved
+            self._whole.append((saved.item.name, saved.alias, saved.alias.clone()))
+
+    @torch.no_grad()
+    def contents(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and copies of the tensors whose contents were saved, except attributes, which a step may replace."""
+        for saved in self.tensors:
+            memory = memory_of(saved.alias)
+            if memory is not None and memory._cdata in self._memory and saved.item.role != "attribute":
+                own = self._memory[memory._cdata][1]
+                copied = torch.empty(0, dtype=saved.alias.dtype, device=own.device)
+                layout = saved.alias.storage_offset(), saved.alias.shape, saved.alias.stride()
+                yield saved.item.name, copied.set_(own, *layout)
+        yield from ((name, copied) for name, _, copied in self._whole)
+
+    def changes(self) -> Iterator[Change]:
+        """What containers hold that has changed since."""
+        return changes_of(self.containers)
+
+    def gradients(self) -> list[Gradient]:
+        """The gradients then and now of tensors that had one or require one."""
+        found = []
+        for saved in self.tensors:
+            tensor, before = saved.item.value, saved.gradient
+            if tensor.is_leaf and (saved.requires_grad or before is not None):
+                is_used = before is not None and (tensor.grad is before or before._version != saved.gradient_version)
+                found.append(Gradient(tensor, before, tensor.grad, is_used))
+        return found
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the state back: the same objects, with the contents that they had. Outside of it, put numbers back."""
+        for change in list(self.changes()):
+            if change.item is not None and change.item.role == "reached" and change.is_of_a_number:
+                _put(change.item.value, change.key, change.before)
+        for item, pairs in self.containers:
+            if item.role != "reached":
+                _refill(item, pairs)
+        for saved in self.tensors:
+            tensor = saved.item.value
+            if _layout(tensor) != _layout(saved.alias):
+                tensor.data = saved.alias
+            if tensor.is_leaf and tensor.requires_grad != saved.requires_grad:
+                tensor.requires_grad_(saved.requires_grad)
+            if tensor.is_leaf and tensor.grad is not saved.gradient:
+                tensor.grad = saved.gradient
+        for memory, contents in self._memory.values():
+            if memory.nbytes() != contents.nbytes():
+                memory.resize_(contents.nbytes())
+            memory.copy_(contents)
+        for _, tensor, contents in self._whole:
+            tensor.copy_(contents)
+        for generator, state in self._generators:
+            generator.set_state(state)
+        self.random.restore()
+
+
+def changes_of(containers: list[tuple[Item, list[tuple[Any, Any]]]]) -> Iterator[Change]:
+    """What containers hold in place of what they held."""
+    for item, pairs in containers:
+        then, now = dict(pairs), dict(item.pairs())
+        for key in {**then, **now}:
+            before, after = then.get(key, _MISSING), now.get(key, _MISSING)
+            if not _is_same(before, after):
+                kind = kind_of(item.role, key, before if after is _MISSING else after)
+                yield Change(kind, item.place(key), before, after, item, key)
+                if type(before) is type(after) in (dict, list):
+                    inner = Item(item.place(key), after, "kept" if item.role == "options" else item.role)
+                    yield from changes_of([(inner, inner._replace(value=before).pairs())])
+
+
+def num_hooks(tensor: torch.Tensor) -> int:
+    """The number of hooks on a tensor."""
+    return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
+
+
+def _saved(item: Item) -> SavedTensor:
+    tensor = item.value
+    gradient = tensor.grad if tensor.is_leaf else None
+    versions = 0 if gradient is None else gradient._version, 0 if tensor.is_inference() else tensor._version
+    return SavedTensor(item, tensor.detach(), gradient, *versions, tensor.requires_grad, num_hooks(tensor))
+
+
+def _key(tensor: torch.Tensor) -> int | None:
+    memory = memory_of(tensor)
+    return None if memory is None else memory._cdata
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    key = _key(tensor)
+    return None if key is None else (key, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def _is_same(before: Any, after: Any) -> bool:
+    if before is after or type(before) is not type(after):
+        return before is after
+    if isinstance(before, tuple):
+        return len(before) == len(after) and all(map(_is_same, before, after))
+    return isinstance(before, (*NUMBERS, bytes)) and bool(before == after)
+
+
+def _put(container: Any, key: Any, value: Any) -> None:
+    if isinstance(container, types.CellType):
+        container.cell_contents = value
+    else:
+        container[key] = value
+
+
+def _refill(item: Item, pairs: list[tuple[Any, Any]]) -> None:
+    container, now = item.value, item.pairs()
+    if len(now) == len(pairs) and all(a is c and b is d for (a, b), (c, d) in zip(now, pairs, strict=True)):
+        return
+    if isinstance(container, dict):
+        container.clear()
+        container.update(pairs)
+    elif isinstance(container, list):
+        container[:] = [value for _, value in pairs]
+    elif not isinstance(container, types.CellType) and now != pairs and isinstance(pairs[0][1], tuple):
+        container.clear()
+        (container.update if isinstance(container, set) else container.extend)(pairs[0][1])
+
+
+# ---- Random numbers --------------------------------------------------------------------------------------------------
+
+
+def host_generators() -> dict[str, Any]:
+    """The states of the global generators of Python, and of NumPy if it is loaded, in a form that can be compared."""
+    states: dict[str, Any] = {"Python's random": random.getstate()}
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        name, keys, *others = numpy.get_state()
+        states["NumPy's random"] = name, keys.tobytes(), others
+    return states
+
+
+class RandomNumbers:
+    """The states of the global generators: PyTorch's of each device in use, Python's, and NumPy's if it is loaded."""
+
+    def __init__(self) -> None:
+        """Save the states."""
+        modules = (torch.cuda, getattr(torch, "xpu", None))
+        self._devices = [module for module in modules if module is not None and _is_in_use(module)]
+        self._of_torch = torch.get_rng_state()
+        self._of_devices = [module.get_rng_state_all() for module in self._devices]
+        self._numpy = sys.modules.get("numpy.random")
+        self._of_numpy = None if self._numpy is None else self._numpy.get_state()
+        self._python, self._of_host = random.getstate(), host_generators()
+
+    def changes(self) -> Iterator[str]:
+        """The generators of the host that have changed since."""
+        if not torch.equal(self._of_torch, torch.get_rng_state()):
+            yield "PyTorch's generator of the CPU"
+        now = host_generators()
+        yield from (library for library, state in self._of_host.items() if state != now[library])
+
+    def restore(self) -> None:
+        """Set the generators back."""
+        torch.set_rng_state(self._of_torch)
+        random.setstate(self._python)
+        for module, states in zip(self._devices, self._of_devices, strict=True):
+            module.set_rng_state_all(states)
+        if self._numpy is not None:
+            self._numpy.set_state(self._of_numpy)
+
+    def of_torch(self) -> dict[str, bytes]:
+        """The states of PyTorch's generators, by name."""
+        states = {"the random numbers of the CPU": self._of_torch}
+        for index, state in enumerate(state for states in self._of_devices for state in states):
+            states[f"the random numbers of device {index}"] = state
+        return {name: state.numpy().tobytes() for name, state in states.items()}
+
+
+def _is_in_use(module: Any) -> bool:
+    return bool(module.is_available() and module.is_initialized())
