@@ -1,4 +1,4 @@
-"""Captured steps whose surroundings change, or that do what a graph cannot: each raises an error, or equals plain calls."""
+"""Captured steps whose surroundings change, or that do what a graph cannot: each raises, or equals plain calls."""
 
 from __future__ import annotations
 
@@ -420,12 +420,10 @@ def test_a_captured_step_inside_of_another():
             for batch in batches(6, seed=9):
                 inner(*batch)
         else:
-            plain = Learner()
             torch.manual_seed(1)
             with tape.TapeGraphs().side_by_side():
                 for batch in batches(6, seed=9):
                     learner.step(*batch)
-            del plain
         return learner, lambda x, y: inner(x, y) * 2
 
     outer, captured = run(lambda: make(True), True)

@@ -1035,11 +1035,15 @@ def test_a_counter_outside_costs_two_verifications():
     step = agent.learner.step
     agent.learner.step = lambda x, y: plain.append(1) or step(x, y)
     update = gs.CapturedStep(agent.update, *agent.learner.state())
-    with pytest.warns(UserWarning, match=r"self\.updates changes between the calls\. Two comparisons .* no effect"):
+
+    def counted_calls():
         for batch in batches(20):
             agent.updates += 1
             agent.learner.model.updates = agent.updates
             update(*batch)
+
+    with pytest.warns(UserWarning, match=r"self\.updates changes between the calls\. Two comparisons .* no effect"):
+        counted_calls()
     assert len(update.graphs) == 1
     assert update._captured[0].graph.replays == 20 - 3
     assert len(plain) == 3 + 1 + 3, "warm-up, capture, and verifications, the second and third because of the counter"

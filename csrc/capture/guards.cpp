@@ -62,7 +62,8 @@ PyObject* Guards::keep(py::handle object) {
   return object.ptr();
 }
 
-void Guards::read_items(PyObject* container, const std::vector<bool>& wanted) {
+void Guards::add_items(py::object items, const std::vector<bool>& wanted, bool has_fixed_size) {
+  PyObject* const container = keep(items);
   const size_t begin = values_.size();
   Py_ssize_t position = 0;
   for (const bool is_wanted : wanted) {
@@ -76,12 +77,7 @@ void Guards::read_items(PyObject* container, const std::vector<bool>& wanted) {
       values_.push_back(own);
     }
   }
-  const bool is_whole = values_.size() - begin == wanted.size();
-  items_.push_back({container, is_whole ? size_of(container) : -1, begin, values_.size()});
-}
-
-void Guards::add_items(py::object container, const std::vector<bool>& wanted) {
-  read_items(keep(container), wanted);
+  items_.push_back({container, has_fixed_size ? size_of(container) : -1, begin, values_.size()});
 }
 
 void Guards::add_tensor(py::object tensor, Gradient kind, const std::optional<at::Tensor>& gradient) {
@@ -94,20 +90,16 @@ void Guards::add_result(py::object tensor, const std::optional<at::Tensor>& grad
   results_.emplace_back(keep(tensor), gradient.value_or(at::Tensor()));
 }
 
-bool Guards::hold(const Items& items) const {
+bool Guards::holds(const Items& items) const {
   if (items.size >= 0 && size_of(items.container) != items.size) {
     return false;
   }
-  for (size_t i = items.begin; i < items.end; ++i) {
-    const Value& then = values_[i];
+  return std::all_of(values_.begin() + items.begin, values_.begin() + items.end, [&](const Value& then) {
     Py_ssize_t position = then.position;
     PyObject* key = nullptr;
     PyObject* const value = value_at(items.container, position, key);
-    if (value == nullptr || key != then.key || !is_same(value, then.value)) {
-      return false;
-    }
-  }
-  return true;
+    return value != nullptr && key == then.key && is_same(value, then.value);
+  });
 }
 
 bool Guards::Memory::holds() const {
@@ -127,32 +119,8 @@ bool Guards::Memory::holds() const {
 }
 
 bool Guards::hold() const {
-  return std::all_of(items_.begin(), items_.end(), [this](const Items& items) { return hold(items); }) &&
+  return std::all_of(items_.begin(), items_.end(), [this](const Items& items) { return holds(items); }) &&
          std::all_of(tensors_.begin(), tensors_.end(), [](const Memory& tensor) { return tensor.holds(); });
-}
-
-std::pair<std::vector<size_t>, std::vector<size_t>> Guards::failures() const {
-  std::pair<std::vector<size_t>, std::vector<size_t>> found;
-  for (size_t i = 0; i < items_.size(); ++i) {
-    if (!hold(items_[i])) {
-      found.first.push_back(i);
-    }
-  }
-  for (size_t i = 0; i < tensors_.size(); ++i) {
-    if (!tensors_[i].holds()) {
-      found.second.push_back(i);
-    }
-  }
-  return found;
-}
-
-void Guards::accept_items(const std::vector<std::vector<bool>>& wanted) {
-  std::vector<Items> before;
-  before.swap(items_);
-  values_.clear();
-  for (size_t i = 0; i < before.size(); ++i) {
-    read_items(before[i].container, wanted.at(i));
-  }
 }
 
 void Guards::set_results() const {
@@ -187,9 +155,7 @@ void define_guards(py::module_& m) {
       .def("add_items", &Guards::add_items)
       .def("add_tensor", &Guards::add_tensor)
       .def("add_result", &Guards::add_result)
-      .def("hold", py::overload_cast<>(&Guards::hold, py::const_))
-      .def("failures", &Guards::failures)
-      .def("accept_items", &Guards::accept_items)
+      .def("hold", &Guards::hold)
       .def("set_results", &Guards::set_results)
       .def("keep_results", &Guards::keep_results);
 }

@@ -18,8 +18,8 @@ class Guards {
   enum class Gradient : uint8_t { any, none, same };
 
   // Adds a dict, a list, or the cell of a closure. It must keep its values: the same objects, or equal numbers and
-  // strings. Values whose `wanted` is false may change. If all are wanted, it must keep its size, too.
-  void add_items(pybind11::object container, const std::vector<bool>& wanted);
+  // strings. Values whose `wanted` is false may change.
+  void add_items(pybind11::object items, const std::vector<bool>& wanted, bool has_fixed_size);
   // Adds a tensor: its memory, requires_grad and hooks, as they are now, and the gradient that it must have.
   void add_tensor(pybind11::object tensor, Gradient kind, const std::optional<at::Tensor>& gradient);
   // Adds the gradient that a tensor gets after each replay; none if undefined.
@@ -27,10 +27,6 @@ class Guards {
 
   // True if all guards hold.
   bool hold() const;
-  // The guards that do not hold: numbers of containers and of tensors, in the order in which each kind was added.
-  std::pair<std::vector<size_t>, std::vector<size_t>> failures() const;
-  // Expects what the containers hold now.
-  void accept_items(const std::vector<std::vector<bool>>& wanted);
   // Sets the gradients that tensors get after a replay.
   void set_results() const;
   // The same, after a plain step: moves the values of its gradients there.
@@ -59,8 +55,7 @@ class Guards {
 
   // Keeps an object alive as long as the guards.
   PyObject* keep(pybind11::handle object);
-  void read_items(PyObject* container, const std::vector<bool>& wanted);
-  bool hold(const Items& items) const;
+  bool holds(const Items& items) const;
 
   std::vector<pybind11::object> kept_;
   std::vector<Items> items_;

@@ -10,8 +10,7 @@ import torch
 from .arguments import Leaf
 from .remedies import rate_remedy, scheduler_remedy, step_count_remedy
 from .snapshot import Change, Snapshot
-from .state import State, memory_of
-
+from .state import ROLES_REPLACED, State, memory_of
 
 
 def problems(before: Snapshot, state: State, *, verifies: bool) -> Iterator[str]:
@@ -19,7 +18,7 @@ def problems(before: Snapshot, state: State, *, verifies: bool) -> Iterator[str]
     with a plain step, that shows whether a step reads an attribute that it replaces."""
     names = {saved.item.name for saved in before.tensors}
     copies = dict(before.contents())
-    roles = ("kept", "optimizer") if verifies else ("kept", "optimizer", "attribute")
+    roles = ("kept", "optimizer", *(() if verifies else ROLES_REPLACED))
     for name, tensor, *_ in state.tensors(*roles):
         memory = memory_of(tensor)
         if memory is not None and memory._cdata not in before.memory and name in names:
@@ -29,8 +28,8 @@ def problems(before: Snapshot, state: State, *, verifies: bool) -> Iterator[str]
             )
         elif memory is not None and memory._cdata not in before.memory:
             yield (
-                f"the step makes {name} in the call that is captured, and a replay would make it again, forgetting what "
-                "it held; raise warmup, so that a plain call makes it"
+                f"the step makes {name} in the call that is captured, and a replay would make it again, forgetting "
+                "what it held; raise warmup, so that a plain call makes it"
             )
         if name in copies and not is_equal(tensor, copies[name]):
             optimizer = state.optimizers().get(name.partition(".")[0])
@@ -44,7 +43,8 @@ def problems(before: Snapshot, state: State, *, verifies: bool) -> Iterator[str]
         if saved.requires_grad != saved.item.value.requires_grad and saved.item.role == "kept"
     )
     for change in (*before.changes(), *flags):
-        if change.is_of_a_number and change.item is not None and change.item.role in _REMEDIES or change.kind == "flag":
+        is_kept = change.item is not None and change.item.role in ("options", "optimizer", "updater")
+        if change.kind == "flag" or (is_kept and change.is_of_a_number):
             yield f"the step changes {shown(change)}, which a replay does not; {_remedy(change)}"
     for library in before.random.changes():
         yield f"the step draws from {library}, and a replay would repeat the numbers; draw them before the step"
@@ -54,9 +54,6 @@ def problems(before: Snapshot, state: State, *, verifies: bool) -> Iterator[str]
                 f"the step writes to {saved.item.name}, which is not part of the state; name what holds it in "
                 "CapturedStep(step, ...)"
             )
-
-
-_REMEDIES = ("options", "optimizer", "updater")
 
 
 def _remedy(change: Change) -> str:

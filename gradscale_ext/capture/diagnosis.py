@@ -10,32 +10,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .. import _context
-from ..diagnosis.lines import Location
 from .hooks import hook_name, hooks_of, inside, is_of_monitor, rehearsing
 from .remedies import rate_remedy, scheduler_remedy, step_count_remedy
-from .report import CaptureDiagnosis, CaptureFinding, finding_of
+from .report import CaptureDiagnosis, Findings
 from .snapshot import Snapshot
-from .state import State
-from .watch import Call, Watch
-
-_SCALERS = "amp/grad_scaler.py"
-_DISTRIBUTIONS = "distributions/"
-
-#: What to write in place of a call that waits for the device, by the name of the function or operator.
-_INSTEAD_OF_READS = {
-    "__bool__": "torch.where or a product with a mask in place of the condition; a check that raises goes before or "
-    "after the step",
-    "masked_select": "torch.where(mask, x, 0) and sums over mask, so that the shape does not depend on values",
-    "nonzero": "torch.where(mask, x, 0), or topk with a fixed number, so that the shape does not depend on values",
-    "index": "torch.where(mask, x, 0), or a product with the mask, so that the shape does not depend on values",
-    "index_put": "torch.where(mask, values, x), with values of the shape of x",
-    "repeat_interleave": "repeat_interleave(..., output_size=n)",
-    "one_hot": "one_hot(x, num_classes=n)",
-    "bincount": "torch.zeros(n, device=x.device).scatter_add_(0, x, torch.ones_like(x, dtype=torch.float32))",
-    "linalg_check_errors": "the function of torch.linalg that does not check, such as inv_ex, cholesky_ex, solve_ex",
-    "normal": "mean + std * torch.randn_like(mean)",
-    "print": "print after the step, what the step returns",
-}
+from .state import ROLES_REPLACED, State
+from .watch import Call, Watch, counts_steps
 
 
 @_context.in_eager_mode("diagnose_capture: call it outside of a function with fullgraph=True")
@@ -90,28 +70,29 @@ def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: A
     """
     _check(step, batches)
     own = State("diagnose_capture", state)
-    before, watches, fixed = Snapshot(own), list[Watch](), list[_Fixed]()
-    replaced: list[tuple[str, Location | None]] = []
+    before, watches, findings = Snapshot(own), list[Watch](), Findings()
+    for name, hook in hooks_of(own):
+        if not is_of_monitor(hook):
+            cause = f"{name} has the hook {hook_name(hook)}, which a replay does not run"
+            findings.add("python_hook", cause, None, key=name)
+    numbers = []
     try:
         for index, batch in enumerate([batches[0], *batches]):
             given = batch if isinstance(batch, tuple) else (batch,)
-            fixed.append(_Fixed(own))
-            known = [*(item.value for item in own.tensors() if item.role != "attribute"), *tensors_in(given)]
-            before_it = watches[-1] if index > 1 else None
-            watches.append(Watch(known, own.generators(), before_it, is_captured=index > 0))
+            numbers.append(_numbers_of_groups(own))
+            known = [*(item.value for item in own.tensors() if item.role not in ROLES_REPLACED), *_tensors_in(given)]
+            is_first = index == 0
+            before_it = None if index < 2 else watches[-1]
+            watches.append(Watch(known, own.generators(), None if is_first else findings, before_it))
             with inside(watches), rehearsing(own), watches[-1].recording():
                 step(*given)
-            replaced = watches[-1].replaced(own.tensors("kept", "optimizer"))
-        fixed.append(_Fixed(own))
+        watches[-1].find_replaced(own.tensors("kept", "optimizer"))
+        numbers.append(_numbers_of_groups(own))
     finally:
         for watch in reversed(watches):
             watch.restore_foreign()
         before.restore()
-    findings = _Findings(watches[1:], fixed[1:])
-    findings.add_hooks(own)
-    findings.add_calls()
-    findings.add_replaced(replaced)
-    findings.add_differences()
+    _Comparison(watches[1:], numbers[1:], findings).run()
     return CaptureDiagnosis(findings.found, len(watches[-1].calls))
 
 
@@ -130,116 +111,32 @@ def _check(step: Any, batches: Any) -> None:
         )
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
+def _tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in a structure."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-class _Fixed:
-    """The numbers of optimizers before a step."""
-
-    def __init__(self, state: State) -> None:
-        self.numbers = {
-            id(optimizer): [
-                {key: value for key, value in group.items() if isinstance(value, int | float)}
-                for group in optimizer.param_groups
-            ]
-            for optimizer in state.optimizers().values()
-        }
+def _numbers_of_groups(state: State) -> dict[int, list[dict[str, float]]]:
+    """The numbers in the parameter groups of optimizers, by the optimizers' ids."""
+    return {
+        id(optimizer): [
+            {k: v for k, v in group.items() if isinstance(v, int | float)} for group in optimizer.param_groups
+        ]
+        for optimizer in state.optimizers().values()
+    }
 
 
-class _Findings:
-    """The findings, each once."""
+class _Comparison:
+    """Compares each step with the next one."""
 
-    def __init__(self, watches: list[Watch], fixed: list[_Fixed]) -> None:
-        self._watches, self._fixed = watches, fixed
-        self._seen: set[tuple[Any, ...]] = set()
-        self.found: list[CaptureFinding] = []
+    def __init__(
+        self, watches: list[Watch], numbers: list[dict[int, list[dict[str, float]]]], findings: Findings
+    ) -> None:
+        """`numbers`: of parameter groups, before each step and after the last one."""
+        self._watches, self._group_numbers, self._findings = watches, numbers, findings
 
-    def _add(self, key: Any, code: Any, cause: str, location: Location | None, remedy: str | None = None) -> None:
-        if (code, location, key) not in self._seen:
-            self._seen.add((code, location, key))
-            self.found.append(finding_of(code, cause, location, remedy=remedy))
-
-    def add_hooks(self, state: State) -> None:
-        for name, hook in hooks_of(state):
-            if not is_of_monitor(hook):
-                self._add(
-                    name, "python_hook", f"{name} has the hook {hook_name(hook)}, which a replay does not run", None
-                )
-
-    # ---- Calls that no graph can hold --------------------------------------------------------------------------------
-
-    def add_calls(self) -> None:
-        for watch in self._watches:
-            for call in watch.calls:
-                self._add_call(call)
-
-    def _add_call(self, call: Call) -> None:
-        if call.read is not None and isinstance(call.owner, torch.optim.Optimizer):
-            self._add_optimizer_read(call, call.owner)
-        elif call.read is not None:
-            self._add_read(call)
-        if call.made_on_host:
-            is_named = not call.name.startswith("aten.")
-            maker = f"torch.{call.name} makes" if is_named else "an array or a list of numbers becomes"
-            self._add("", "host_copy", f"{maker} a tensor on the host at each step", call.location)
-        if call.generator is not None:
-            cause = f"{_shown(call)} draws from a generator of {call.generator.device} that a graph does not know"
-            self._add("", "generator", cause, call.location)
-        if call.random:
-            cause = f"the step draws from {call.random}; a graph would repeat the numbers of one step"
-            self._add(call.random, "generator", cause, call.location)
-        for shape in call.written:
-            cause = f"{_shown(call)} writes to a tensor of shape {list(shape)} that is not part of the state"
-            self._add("written", "unnamed_state", cause, call.location)
-        for shape in call.survivors:
-            self._add(
-                "survivor",
-                "unnamed_state",
-                f"{_shown(call)} reads a tensor of shape {list(shape)} that the step before made; a graph would read "
-                "the one of the step that was captured",
-                call.location,
-                "keep it in a tensor that exists before the step, write to it with copy_(), and name it in the state",
-            )
-
-    def add_replaced(self, replaced: list[tuple[str, Location | None]]) -> None:
-        for name, location in replaced:
-            self._add(
-                "replaced",
-                "unnamed_state",
-                f"the step replaces {name} by another tensor; a graph would read the one that was captured",
-                location,
-                "keep one tensor, and write to it with copy_()",
-            )
-
-    def _add_optimizer_read(self, call: Call, optimizer: torch.optim.Optimizer) -> None:
-        kind = type(optimizer).__name__
-        has_tensor = any(isinstance(group.get("lr"), torch.Tensor) for group in optimizer.param_groups)
-        what = "its learning rate, a tensor," if has_tensor and not _counts_steps(optimizer) else "its step count"
-        cause = f"{kind} reads {what} on the host; a graph keeps the number ({_text(abs(call.numbers[0]))})"
-        self._add("read", "stale_number", cause, call.location, step_count_remedy(optimizer))
-
-    def _add_read(self, call: Call) -> None:
-        assert call.read is not None
-        what, name = call.read
-        cause = f"{what} waits for the device"
-        remedy = _INSTEAD_OF_READS.get(name)
-        if call.function in _INSTEAD_OF_READS:
-            remedy = _INSTEAD_OF_READS[call.function]
-        if name == "__repr__":
-            remedy = _INSTEAD_OF_READS["print"]
-        if call.library == _SCALERS:
-            cause = "GradScaler.step reads on the host whether gradients are finite"
-            remedy = "an optimizer with fused=True, which skips such a step on the device"
-        elif call.library.startswith(_DISTRIBUTIONS):
-            cause = f"torch.distributions checks its arguments on the host ({cause})"
-            remedy = "validate_args=False for the distribution"
-        self._add(call.library, "sync", cause, call.location, remedy)
-
-    # ---- Differences between two steps -------------------------------------------------------------------------------
-
-    def add_differences(self) -> None:
+    def run(self) -> None:
+        """Add findings for everything that differs."""
         for index in range(len(self._watches) - 1):
             first, second = self._watches[index].calls, self._watches[index + 1].calls
             has_other_shapes = False
@@ -247,7 +144,7 @@ class _Findings:
                 if one.shapes != other.shapes:
                     if not has_other_shapes:
                         shapes = f"{_text(one.shapes)}, then {_text(other.shapes)}"
-                        self._add("", "changing_shape", f"{_shown(one)} gets shapes {shapes}", one.location)
+                        self._findings.add("changing_shape", f"{one.shown} gets shapes {shapes}", one.location)
                     has_other_shapes = True
                     continue
                 self._compare(one, other, index, has_other_shapes)
@@ -264,10 +161,10 @@ class _Findings:
         yield from zip(first[:begin], second[:begin], strict=True)
         if len(first) != len(second) or begin < len(first):
             here = [calls[begin] if begin < len(calls) - end else None for calls in (first, second)]
-            names = ["nothing" if call is None else f"{_shown(call)} at {call.location}" for call in here]
+            names = ["nothing" if call is None else f"{call.shown} at {call.location}" for call in here]
             place = next((call.location for call in here if call is not None), None)
             cause = f"one step calls {names[0]}, the next {names[1]}"
-            self._add("", "changing_operators", cause, place)
+            self._findings.add("changing_operators", cause, place)
         if end:
             yield from zip(first[-end:], second[-end:], strict=True)
 
@@ -281,8 +178,8 @@ class _Findings:
             self._add_number(one, *changed[0], index)
         for (memory, shape), (now, _) in zip(one.foreign, other.foreign, strict=False):
             if memory._cdata != now._cdata:
-                cause = f"{_shown(one)} reads a tensor of shape {list(shape)} from another memory at each step"
-                self._add("memory", "host_copy", cause, one.location)
+                cause = f"{one.shown} reads a tensor of shape {list(shape)} from another memory at each step"
+                self._findings.add("host_copy", cause, one.location, key="memory")
 
     def _add_number(self, call: Call, before: Any, after: Any, index: int) -> None:
         values = f"{_text(before)}, then {_text(after)}"
@@ -291,13 +188,14 @@ class _Findings:
             return
         if call.owner is not None:
             cause = f"{type(call.owner).__name__} computes with another number at each step ({values})"
-            self._add("number", "stale_number", cause, call.location, scheduler_remedy())
+            self._findings.add("stale_number", cause, call.location, scheduler_remedy(), key="number")
             return
-        self._add("number", "stale_number", f"{_shown(call)} gets the number {values}", call.location)
+        cause = f"{call.shown} gets the number {values}"
+        self._findings.add("stale_number", cause, call.location, key="number")
 
     def _add_optimizer_number(self, call: Call, optimizer: torch.optim.Optimizer, values: str, index: int) -> None:
         kind = type(optimizer).__name__
-        groups = [self._fixed[i].numbers.get(id(optimizer), []) for i in (index, index + 1, index + 2)]
+        groups = [self._group_numbers[i].get(id(optimizer), []) for i in (index, index + 1, index + 2)]
         found = False
         for before, after in (groups[:2], groups[1:]):
             for group, (was, now) in enumerate(zip(before, after, strict=False)):
@@ -309,21 +207,10 @@ class _Findings:
                             f"{_text(was[key])}, then {_text(now[key])}; a graph keeps the first"
                         )
                         remedy = rate_remedy(optimizer) if key == "lr" else None
-                        self._add(("group", key), "stale_number", cause, call.location, remedy)
-        if _counts_steps(optimizer) or not found:
-            cause = f"{kind} computes with its step count as a Python number ({_shown(call)} gets {values})"
-            if ("stale_number", call.location, "read") not in self._seen:
-                self._add("read", "stale_number", cause, call.location, step_count_remedy(optimizer))
-
-
-def _counts_steps(optimizer: torch.optim.Optimizer) -> bool:
-    return any("step" in state for state in optimizer.state.values() if isinstance(state, dict))
-
-
-def _shown(call: Call) -> str:
-    """The name of a call as users write it."""
-    name = call.name.removeprefix("aten.").removeprefix("gradscale_ext.")
-    return name.rpartition(".")[0] or name
+                        self._findings.add("stale_number", cause, call.location, remedy, key=("group", key))
+        if counts_steps(optimizer) or not found:
+            cause = f"{kind} computes with its step count as a Python number ({call.shown} gets {values})"
+            self._findings.add("stale_number", cause, call.location, step_count_remedy(optimizer), key="read")
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -8,47 +8,20 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 _WAITS = "called a synchronizing CUDA operation"
 
 
-class Graph(Protocol):
+class Graph:
     """The work of one captured call."""
 
-    def replay(self) -> None:
-        """Do the work again, on the current stream."""
-
-    def launches(self) -> int | None:
-        """Number of nodes of the graph; None if it is not known."""
-
-    def memory(self) -> int:
-        """Bytes that the pool holds, which all graphs of a step share."""
-
-    def reset(self) -> None:
-        """Free the graph."""
-
-
-class Graphs(Protocol):
-    """Makes graphs whose memory is in one pool."""
-
-    def side_by_side(self) -> contextlib.AbstractContextManager[list[str]]:
-        """In this context, work runs on the stream on which graphs are captured, after the current stream's work.
-        Afterwards, the list has the lines that waited for the device, as far as they were noticed."""
-
-    def capture(self, call: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[Graph, Any]:
-        """Capture the work of a call; nothing is executed. Returns the graph, and what the call returns."""
-
-
-class _CudaGraph:
     def __init__(self) -> None:
+        """Make an empty graph."""
         self.graph = torch.cuda.CUDAGraph(keep_graph=True)
         self._launches: int | None = None
-
-    def replay(self) -> None:
-        self.graph.replay()
 
     def finish(self) -> None:
         """Count the nodes, and make the graph ready for its first replay."""
@@ -58,19 +31,26 @@ class _CudaGraph:
         self._launches = None if failed else count.value
         self.graph.instantiate()
 
+    def replay(self) -> None:
+        """Do the work again, on the current stream."""
+        self.graph.replay()
+
     def launches(self) -> int | None:
+        """Number of nodes of the graph; None if it is not known."""
         return self._launches
 
     def memory(self) -> int:
+        """Bytes that the pool holds, which all graphs of a step share."""
         snapshot = torch.cuda.memory.memory_snapshot(self.graph.pool())  # type: ignore[no-untyped-call]
         return sum(segment["total_size"] for segment in snapshot)
 
     def reset(self) -> None:
+        """Free the graph."""
         self.graph.reset()
 
 
-class CudaGraphs:
-    """Graphs of one device."""
+class Graphs:
+    """Makes the graphs of one device, whose memory is in one pool."""
 
     def __init__(self, device: torch.device) -> None:
         """Make the stream and the memory pool."""
@@ -79,7 +59,8 @@ class CudaGraphs:
 
     @contextlib.contextmanager
     def side_by_side(self) -> Iterator[list[str]]:
-        """Run work on the stream on which graphs are captured."""
+        """In this context, work runs on the stream on which graphs are captured, after the current stream's work.
+        Afterwards, the list has the lines that waited for the device, as far as they were noticed."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         waits: list[str] = []
@@ -90,8 +71,8 @@ class CudaGraphs:
             current.wait_stream(self._stream)
 
     def capture(self, call: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[Graph, Any]:
-        """Capture the work of a call."""
-        graph, failure = _CudaGraph(), None
+        """Capture the work of a call; nothing is executed. Returns the graph, and what the call returns."""
+        graph, failure = Graph(), None
         own = [generator for generator in generators if generator.device.type == "cuda"]
         for generator in own:
             graph.graph.register_generator_state(generator)
@@ -105,8 +86,12 @@ class CudaGraphs:
                     failure = error  # ending the capture raises another error
                     raise
         except Exception as error:
-            # PyTorch stays on the other stream then, and its generators stay in the state of a capture.
+            # PyTorch stays on the other stream then, its generators stay in the state of a capture, and the allocator
+            # of PyTorch 2.11 does, too (pytorch/pytorch#180395). Other versions raise, because it has ended already.
             torch.cuda.set_stream(current)
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._stream.device.index, self._pool)
+            self._pool = torch.cuda.graph_pool_handle()
             for generator in (torch.cuda.default_generators[self._stream.device.index], *own):
                 generator.graphsafe_set_state(generator.clone_state())
             raise failure or error from None
@@ -134,7 +119,7 @@ def _noting_waits(waits: list[str]) -> Iterator[None]:
 
 def graphs_of(device: torch.device) -> Graphs | None:
     """What captures the steps of a device; None where steps are called as they are."""
-    return CudaGraphs(device) if device.type == "cuda" else None
+    return Graphs(device) if device.type == "cuda" else None
 
 
 @contextlib.contextmanager
@@ -154,7 +139,11 @@ def seeming_to_capture() -> Iterator[None]:
         (torch._C, capturing, lambda: True),
         (torch.cuda.graphs, capturing, lambda: True),
         (torch.cuda.Stream, "is_capturing", lambda stream: True),
-        *((torch.optim.Optimizer, check, lambda self: None) for check in checks if hasattr(torch.optim.Optimizer, check)),
+        *(
+            (torch.optim.Optimizer, check, lambda self: None)
+            for check in checks
+            if hasattr(torch.optim.Optimizer, check)
+        ),
     ]
     with contextlib.ExitStack() as work:
         for owner, name, answer in changes:

@@ -33,7 +33,8 @@ class Guards:
             if isinstance(item.value, dict | list | types.CellType):
                 wanted = {key for key, value in pairs if self._is_wanted(item, key, value)}
                 keys = [key for key, _ in item._replace(keys=None).pairs()]
-                self._compiled.add_items(item.value, [key in wanted for key in keys])
+                has_fixed_size = len(wanted) == len(keys) or item.role == "module"
+                self._compiled.add_items(item.value, [key in wanted for key in keys], has_fixed_size)
             elif self._is_wanted(item, None, None):
                 self._values.append((item, pairs))
         for saved in self._tensors:
@@ -47,7 +48,7 @@ class Guards:
 
     def _is_wanted(self, item: Item, key: Any, value: Any) -> bool:
         kind = kind_of(item.role, key, value)
-        return kind != "updater" and not (kind == "attribute" and self._accepted[item.place(key)] >= MOST_ACCEPTED)
+        return kind != "ignored" and not (kind == "attribute" and self._accepted[item.place(key)] >= MOST_ACCEPTED)
 
     def hold(self) -> bool:
         """True if nothing has changed."""
@@ -66,7 +67,7 @@ class Guards:
         found = [
             change
             for change in changes_of(self._containers)
-            if change.kind != "updater" and self._accepted[change.name] < MOST_ACCEPTED
+            if change.kind != "ignored" and self._accepted[change.name] < MOST_ACCEPTED
         ]
         return [*found, *(change for saved in self._tensors for change in self._changes_of_tensor(saved))]
 

@@ -6,6 +6,21 @@ import inspect
 
 import torch
 
+#: What to write in place of a call that waits for the device, by the name of the function or operator.
+INSTEAD_OF_READS = {
+    "__bool__": "torch.where or a product with a mask in place of the condition; a check that raises goes before or "
+    "after the step",
+    "masked_select": "torch.where(mask, x, 0) and sums over mask, so that the shape does not depend on values",
+    "nonzero": "torch.where(mask, x, 0), or topk with a fixed number, so that the shape does not depend on values",
+    "index": "torch.where(mask, x, 0), or a product with the mask, so that the shape does not depend on values",
+    "index_put": "torch.where(mask, values, x), with values of the shape of x",
+    "repeat_interleave": "repeat_interleave(..., output_size=n)",
+    "one_hot": "one_hot(x, num_classes=n)",
+    "bincount": "torch.zeros(n, device=x.device).scatter_add_(0, x, torch.ones_like(x, dtype=torch.float32))",
+    "linalg_check_errors": "the function of torch.linalg that does not check, such as inv_ex, cholesky_ex, solve_ex",
+    "normal": "mean + std * torch.randn_like(mean)",
+    "print": "print after the step, what the step returns",
+}
 _TENSOR_RATE = "lr=torch.tensor(0.001, device=device)"
 
 

@@ -74,9 +74,21 @@ class CaptureDiagnosis(Report):
         return f"{count}: a graph of this step would be wrong, or cannot be captured."
 
 
-def finding_of(
-    code: Code, cause: str, location: Location | None = None, *, remedy: str | None = None
-) -> CaptureFinding:
-    """A finding with the text of its line, and the remedy of its code unless another is given."""
-    line, source = (None, None) if location is None else (str(location), location.source or None)
-    return CaptureFinding(code, cause, remedy or _REMEDIES[code], line, source)
+class Findings:
+    """A list of findings, each once for its place and key."""
+
+    def __init__(self) -> None:
+        """Make an empty list."""
+        self._seen: set[tuple[Code, Location | None, Any]] = set()
+        self.found: list[CaptureFinding] = []
+
+    def add(self, code: Code, cause: str, location: Location | None, remedy: str | None = None, key: Any = "") -> None:
+        """Add a finding with the text of its line, and the remedy of its code unless another is given."""
+        if not self.has(code, location, key):
+            self._seen.add((code, location, key))
+            line, source = (None, None) if location is None else (str(location), location.source or None)
+            self.found.append(CaptureFinding(code, cause, remedy or _REMEDIES[code], line, source))
+
+    def has(self, code: Code, location: Location | None, key: Any) -> bool:
+        """True if there is such a finding."""
+        return (code, location, key) in self._seen

@@ -11,12 +11,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .state import Item, Role, State, memory_of
+from .state import OF_EVERY_MODULE, PARTS_OF_MODULES, ROLES_REPLACED, Item, Role, State, memory_of
 
-Kind = Literal["number", "rate", "flag", "hook", "identity", "attribute", "gradient", "updater"]
+Kind = Literal["number", "rate", "flag", "hook", "identity", "attribute", "gradient", "ignored"]
 """A number or tensor in `param_groups`; `training` or `requires_grad`; hooks; which objects a container holds, or the
-memory of a tensor; something that the step may or may not read; whether a parameter has a gradient; something of a
-scheduler."""
+memory of a tensor; something that the step may or may not read; whether a parameter has a gradient; something that no
+graph depends on."""
 NUMBERS = (int, float, bool, str)
 _MISSING = object()
 
@@ -45,8 +45,11 @@ def kind_of(role: Role, key: Any, value: Any) -> Kind:
         return "flag"
     if role == "hooks":
         return "hook"
-    if role == "updater":
-        return "identity" if key in ("state", "param_groups") else "updater"
+    if role == "updater" and key in ("state", "param_groups"):
+        return "identity"
+    is_pytorchs = role == "module" and key in OF_EVERY_MODULE and key not in PARTS_OF_MODULES
+    if is_pytorchs or role in ("updater", "private"):
+        return "ignored"
     return "identity" if role in ("kept", "optimizer") and not isinstance(value, NUMBERS) else "attribute"
 
 
@@ -101,7 +104,9 @@ class Snapshot:
                 self.outside.append(_saved(item))
         known = {memory._cdata for saved in self.tensors if (memory := memory_of(saved.alias)) is not None}
         self.outside = [one for one in self.outside if _key(one.alias) not in known]
-        self.memory = {memory._cdata: memory for saved in self.tensors if (memory := memory_of(saved.alias)) is not None}
+        self.memory = {
+            memory._cdata: memory for saved in self.tensors if (memory := memory_of(saved.alias)) is not None
+        }
 
     def _save_contents(self, saved: SavedTensor) -> None:
         memory = memory_of(saved.alias)
@@ -116,7 +121,7 @@ class Snapshot:
         """Names and copies of the tensors whose contents were saved, except attributes, which a step may replace."""
         for saved in self.tensors:
             memory = memory_of(saved.alias)
-            if memory is not None and memory._cdata in self._memory and saved.item.role != "attribute":
+            if memory is not None and memory._cdata in self._memory and saved.item.role not in ROLES_REPLACED:
                 own = self._memory[memory._cdata][1]
                 copied = torch.empty(0, dtype=saved.alias.dtype, device=own.device)
                 layout = saved.alias.storage_offset(), saved.alias.shape, saved.alias.stride()

@@ -28,15 +28,20 @@ _MOST = 200
 _UPDATERS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 """Objects that are found in attributes of modules too, such as an agent's optimizers."""
 
-_PARTS_OF_MODULES = ("_parameters", "_buffers", "_modules")
+PARTS_OF_MODULES = ("_parameters", "_buffers", "_modules")
 HOOKS_OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 HOOKS_OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
-Role = Literal["kept", "optimizer", "options", "module", "hooks", "attribute", "updater", "gradient", "reached"]
+ROLES_REPLACED = ("attribute", "private")
+"""Roles of tensors that a step may replace by others."""
+Role = Literal[
+    "kept", "optimizer", "options", "module", "hooks", "attribute", "private", "updater", "gradient", "reached"
+]
 """What a tensor is, or what a container holds. Kept: parameters, buffers and tensors that are named in the state, which
 are the same objects after each step. Optimizer: its state. Options: a group of parameters. Module: the attributes of a
-module. Attribute: what is in such an attribute, which the step may replace. Updater: what schedulers and scalers hold.
-Reached: not part of the state."""
+module. Attribute: what is in such an attribute, which the step may replace. Private: the same in PyTorch's own ones.
+Updater: what schedulers and scalers hold. Reached: not part of the state."""
 
 
 class Item(NamedTuple):
@@ -133,7 +138,9 @@ class State:
             if is_tensor or isinstance(value, (torch.Generator, *CONTAINERS)) or is_array(value):
                 yield item
             inner = _children_outside(item) if role == "reached" else _children(item, names)
-            left += reversed([(child, depth + (role == "reached" and not isinstance(value, types.CellType))) for child in inner])
+            left += reversed(
+                [(child, depth + (role == "reached" and not isinstance(value, types.CellType))) for child in inner]
+            )
 
     def modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Every module, with its name."""
@@ -201,9 +208,10 @@ def _children(item: Item, names: Mapping[int, str]) -> Iterator[Item]:
             yield Item(f"{name}.grad", value.grad, "gradient")
     elif isinstance(value, torch.nn.Module):
         for key, held in vars(value).items():
-            if key in _PARTS_OF_MODULES:
+            if key in PARTS_OF_MODULES:
                 yield from (Item(f"{name}.{part}", tensor, "kept") for part, tensor in held.items())
-            inner: Role = "kept" if key in _PARTS_OF_MODULES else "hooks" if key in HOOKS_OF_MODULES else "attribute"
+            inner: Role = "private" if key in OF_EVERY_MODULE else "attribute"
+            inner = "kept" if key in PARTS_OF_MODULES else "hooks" if key in HOOKS_OF_MODULES else inner
             yield Item(f"{name}.{key}", held, inner)
         yield Item(name, vars(value), "module", ATTRIBUTE)
     elif isinstance(value, torch.optim.Optimizer):
@@ -225,7 +233,7 @@ def _children(item: Item, names: Mapping[int, str]) -> Iterator[Item]:
         inner = "updater" if isinstance(value, _UPDATERS) else role
         yield from (Item(f"{name}.{key}", held, inner) for key, held in vars(value).items())
         is_read = inner == "kept" or isinstance(value, torch.amp.GradScaler)
-        yield Item(name, vars(value), "module" if is_read else inner, ATTRIBUTE)
+        yield Item(name, vars(value), "attribute" if is_read else inner, ATTRIBUTE)
 
 
 def _children_outside(item: Item) -> Iterator[Item]:

@@ -308,8 +308,8 @@ class CapturedStep:
                 for change in captured.guards.accept(changes):
                     self._warn_once(
                         f"{change.name} changes between the calls. Two comparisons of a replay with a plain step have "
-                        "found no effect, and there will be no more. If the step uses it at some calls only, pass it as "
-                        "an argument"
+                        "found no effect, and there will be no more. If the step uses it at some calls only, pass it "
+                        "as an argument"
                     )
                 if changes:
                     captured.verified = min(captured.verified, max(self._options["verify"] - 1, 0))
@@ -431,7 +431,8 @@ class CapturedStep:
                 captured.graph.reset()
                 much = "" if wrong[1] == math.inf else f" by {wrong[1]:.3g}"
                 error = _Refused(
-                    f"CapturedStep: a replay differs from a plain step, in {wrong[0]}{much}; the plain step was kept{found}"
+                    f"CapturedStep: a replay differs from a plain step, in {wrong[0]}{much}; the plain step was kept"
+                    f"{found}"
                 )
                 error.result = (result,)
                 raise error

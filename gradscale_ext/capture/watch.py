@@ -1,4 +1,4 @@
-"""Watching a step: its calls of PyTorch, with their numbers, shapes and places, and those that no graph can hold."""
+"""Watching a step: its calls of PyTorch, with their numbers, shapes and places, and findings about single calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import _context
 from ..diagnosis.lines import NOT_THE_USERS, Location, users_frame
 from .graphs import seeming_to_capture
+from .remedies import INSTEAD_OF_READS, step_count_remedy
+from .report import Findings
 from .snapshot import host_generators
 from .state import Item, memory_of
 
@@ -52,6 +54,7 @@ _OPERATORS_THAT_READ = {
     "aten::normal.float_Tensor": "torch.normal with a tensor as std",
     "aten::normal.Tensor_Tensor": "torch.normal with a tensor as std",
 }
+_SCALERS, _DISTRIBUTIONS = "amp/grad_scaler.py", "distributions/"
 _OWNERS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 #: Functions that check values on a CPU only: on a GPU they do not wait.
 _CHECK_ON_CPUS = {"quantile", "nanquantile", "one_hot"}
@@ -63,56 +66,44 @@ _MADE_ON_HOST = {"tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "
 _WITH_NUMBERS = {*_MADE_ON_HOST, "__setitem__"}
 
 
-class Read(NamedTuple):
-    """A place at which a step waits for the device."""
-
-    what: str
-    name: str
-
-
 @dataclass
 class Call:
-    """A call of PyTorch by the step."""
+    """A call of PyTorch by the step, as it is compared with the same call of the next step."""
 
     name: str
     numbers: tuple[Any, ...]
     shapes: tuple[tuple[int, ...], ...]
     location: Location | None
-    function: str
-    """The function of PyTorch that the user called."""
-    library: str = ""
+    library: str
     """The file of PyTorch whose Python code made the call for the user, such as "optim/adam.py"."""
-    is_ours: bool = False
+    is_ours: bool
     """True if this package made the call for the user."""
-    owner: Any = None
+    owner: Any
     """The optimizer or scheduler whose step made the call."""
-    read: Read | None = None
-    made_on_host: bool = False
     foreign: tuple[tuple[torch.UntypedStorage, tuple[int, ...]], ...] = ()
     """Memory that existed before the step and belongs to neither the state nor the arguments, with tensors' shapes."""
-    written: tuple[tuple[int, ...], ...] = ()
-    """Shapes of the tensors of such memory that the call wrote to."""
-    survivors: tuple[tuple[int, ...], ...] = ()
-    """Shapes of operands that the step before this one made."""
-    generator: torch.Generator | None = None
-    random: str = ""
-    """The library whose global random numbers the step used since the call before."""
+
+    @property
+    def shown(self) -> str:
+        """The name as users write it."""
+        name = self.name.removeprefix("aten.").removeprefix("gradscale_ext.")
+        return name.rpartition(".")[0] or name
 
 
 class Watch:
-    """Records the calls of a step. The step runs as it does without it, but `torch.compile` is off."""
+    """Records the calls of a step, and finds those that no graph can hold. `torch.compile` is off meanwhile."""
 
     def __init__(
         self,
         known: Iterable[torch.Tensor],
         generators: Sequence[torch.Generator],
+        findings: Findings | None,
         before: Watch | None,
-        *,
-        is_captured: bool,
     ) -> None:
-        """`known`: tensors of the state and of the arguments. `before`: the watch of the step before. `is_captured`: the
-        step is told that a graph is captured."""
-        self._is_captured = is_captured
+        """`known`: tensors of the state and of the arguments. `findings`: if given, the step is told that a graph is
+        captured. `before`: the watch of the step before."""
+        self._is_captured = findings is not None
+        self._findings = findings or Findings()
         self._known = {memory._cdata: memory for memory in filter(None, map(memory_of, known))}
         self._generators = generators
         self._survivors = {} if before is None else before._alive(except_for=self._known)
@@ -163,9 +154,11 @@ class Watch:
             if name in _READS or name in _WITH_NUMBERS or is_ours:
                 call = self._call(str(function) if is_ours else name, args, kwargs)
                 if call.owner is None:  # the operators show what PyTorch's optimizers do
-                    call.read = Read(_READS[name], name) if name in _READS else None
-                    call.made_on_host = is_made and not call.is_ours  # the kernels get numbers without such tensors
                     self.calls.append(call)
+                    if name in _READS:
+                        self._add_read(call, _READS[name], name)
+                    if is_made and not call.is_ours:  # the kernels get numbers without such tensors
+                        self._add_host_copy(call, f"torch.{name} makes")
             result = function(*args, **kwargs)
             if is_made:  # reported already: what reads it is no finding of its own
                 self._note_made(result, [])
@@ -183,9 +176,8 @@ class Watch:
         operands = list(_tensors((args, kwargs)))
         if call.name == "aten.lift_fresh.default":  # what numbers of the host have become
             self._note_made(operands, [])
-            is_known = self._function[0] in _WITH_NUMBERS
-            call.made_on_host = not (is_known or call.is_ours or call.owner is not None)
-        written = _written(operator, args, kwargs)
+            if self._function[0] not in _WITH_NUMBERS and not call.is_ours and call.owner is None:
+                self._add_host_copy(call, "an array or a list of numbers becomes")
         if not call.is_ours:
             writes_number = self._function[0] == "__setitem__"  # PyTorch makes a tensor of it
             call.foreign = tuple(
@@ -193,18 +185,62 @@ class Watch:
                 for tensor in operands
                 if (memory := self._foreign(tensor)) is not None and not (writes_number and tensor.dim() == 0)
             )
-        call.written = tuple(tuple(tensor.shape) for tensor in written if self._foreign(tensor) is not None)
-        for tensor in written:
-            self._save(tensor)
-        call.survivors = tuple(tuple(t.shape) for t in operands if self._key(t) in self._survivors)
-        call.generator = next((g for g in _generators((args, kwargs)) if not self._is_registered(g)), None)
-        call.read = self._read(operator, args, kwargs, call.owner is None)
+        self._find_memory(call, operands, _written(operator, args, kwargs))
+        for generator in filter(self._is_unknown, _generators((args, kwargs))):
+            cause = f"{call.shown} draws from a generator of {generator.device} that a graph does not know"
+            self._findings.add("generator", cause, call.location)
+        read = self._read(operator, args, kwargs, call.owner is None)
         result = operator(*args, **kwargs)
         if call.name == "aten._local_scalar_dense.default" and call.owner is not None:
             call.numbers = (result,)
+        if read is not None:
+            self._add_read(call, *read)
         self._note_made(result, operands)
         self.calls.append(call)
         return result
+
+    def _find_memory(self, call: Call, operands: list[torch.Tensor], written: list[torch.Tensor]) -> None:
+        for tensor in written:
+            if self._foreign(tensor) is not None:
+                cause = f"{call.shown} writes to a tensor of shape {list(tensor.shape)} that is not part of the state"
+                self._findings.add("unnamed_state", cause, call.location, key="written")
+            self._save(tensor)
+        for tensor in operands:
+            if self._key(tensor) in self._survivors:
+                self._findings.add(
+                    "unnamed_state",
+                    f"{call.shown} reads a tensor of shape {list(tensor.shape)} that the step before made; a graph "
+                    "would read the one of the step that was captured",
+                    call.location,
+                    "keep it in a tensor that exists before the step, write to it with copy_(), and name it in the "
+                    "state",
+                    key="survivor",
+                )
+
+    def _add_host_copy(self, call: Call, maker: str) -> None:
+        self._findings.add("host_copy", f"{maker} a tensor on the host at each step", call.location)
+
+    def _add_read(self, call: Call, what: str, name: str) -> None:
+        """Add a finding: the step waits for the device."""
+        if isinstance(call.owner, torch.optim.Optimizer):
+            self._add_read_of_optimizer(call, call.owner)
+            return
+        function, cause = self._function[0], f"{what} waits for the device"
+        remedy = INSTEAD_OF_READS.get(function, INSTEAD_OF_READS.get("print" if name == "__repr__" else name))
+        if call.library == _SCALERS:
+            cause = "GradScaler.step reads on the host whether gradients are finite"
+            remedy = "an optimizer with fused=True, which skips such a step on the device"
+        elif call.library.startswith(_DISTRIBUTIONS):
+            cause = f"torch.distributions checks its arguments on the host ({cause})"
+            remedy = "validate_args=False for the distribution"
+        self._findings.add("sync", cause, call.location, remedy, key=call.library)
+
+    def _add_read_of_optimizer(self, call: Call, optimizer: torch.optim.Optimizer) -> None:
+        kind = type(optimizer).__name__
+        has_tensor = any(isinstance(group.get("lr"), torch.Tensor) for group in optimizer.param_groups)
+        what = "its learning rate, a tensor," if has_tensor and not counts_steps(optimizer) else "its step count"
+        cause = f"{kind} reads {what} on the host; a graph keeps the number ({abs(call.numbers[0]):.6g})"
+        self._findings.add("stale_number", cause, call.location, step_count_remedy(optimizer), key="read")
 
     def _call(self, name: str, args: Any, kwargs: Any) -> Call:
         states = host_generators()
@@ -213,12 +249,16 @@ class Watch:
         frame = users_frame()
         if frame is not None:  # threads of autograd have no frame of the user's
             self._location = Location(frame.f_code.co_filename, frame.f_lineno)
+        if changed:
+            cause = f"the step draws from {changed}; a graph would repeat the numbers of one step"
+            self._findings.add("generator", cause, self._location, key=changed)
         shapes = tuple(tuple(tensor.shape) for tensor in _tensors((args, kwargs)))
-        numbers = tuple(_numbers((args, kwargs)))
-        library, is_ours, owner = _caller(frame)
-        return Call(name, numbers, shapes, self._location, self._function[0], library, is_ours, owner, random=changed)
+        return Call(name, tuple(_numbers((args, kwargs))), shapes, self._location, *_caller(frame))
 
-    def _read(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], by_user: bool) -> Read | None:
+    def _read(
+        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], by_user: bool
+    ) -> tuple[str, str] | None:
+        """What waits for the device in an operator, and the operator's short name."""
         function, *_ = self._function
         schema = operator._schema.name
         name = schema if schema in _OPERATORS_THAT_READ else str(operator).replace(".", "::", 1)
@@ -235,7 +275,7 @@ class Watch:
             what = self._read_by_copying(schema, args, kwargs)
         if what is None or (by_user and function in _READS) or self._checks_on_cpu(args):
             return None
-        return Read(what, name.removeprefix("aten::").partition(".")[0].strip("_").removesuffix("_impl"))
+        return what, name.removeprefix("aten::").partition(".")[0].strip("_").removesuffix("_impl")
 
     def _checks_on_cpu(self, args: tuple[Any, ...]) -> bool:
         """True if the values are read to check them, which PyTorch does on a CPU only."""
@@ -270,12 +310,18 @@ class Watch:
         reference, _ = self._made.get(memory._cdata, (None, None))
         return reference is not None and not reference.expired()  # type: ignore[no-untyped-call]
 
-    def replaced(self, tensors: Iterable[Item]) -> list[tuple[str, Location | None]]:
-        """Names of the tensors whose memory the step has made, and the lines that made it."""
-        found = ((item.name, memory_of(item.value)) for item in tensors)
-        return [
-            (name, self._made[memory._cdata][1]) for name, memory in found if memory is not None and self._makes(memory)
-        ]
+    def find_replaced(self, tensors: Iterable[Item]) -> None:
+        """Add a finding for each tensor whose memory the step has made."""
+        for name, tensor, *_ in tensors:
+            memory = memory_of(tensor)
+            if memory is not None and self._makes(memory):
+                self._findings.add(
+                    "unnamed_state",
+                    f"the step replaces {name} by another tensor; a graph would read the one that was captured",
+                    self._made[memory._cdata][1],
+                    "keep one tensor, and write to it with copy_()",
+                    key="replaced",
+                )
 
     def _save(self, tensor: torch.Tensor) -> None:
         memory = memory_of(tensor)
@@ -291,12 +337,12 @@ class Watch:
                 reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
                 self._made[key] = reference, self._location
 
-    def _is_registered(self, generator: torch.Generator) -> bool:
+    def _is_unknown(self, generator: torch.Generator) -> bool:
         defaults = [torch.default_generator]
         if generator.device.type == "cuda":
             defaults = list(torch.cuda.default_generators)
         # A mode gets another Python object for the generator at each call.
-        return any(_address(generator) == _address(one) for one in (*defaults, *self._generators))
+        return not any(_address(generator) == _address(one) for one in (*defaults, *self._generators))
 
 
 class _Functions(TorchFunctionMode):
@@ -376,6 +422,11 @@ def _caller(frame: FrameType | None) -> tuple[str, bool, Any]:
         is_ours = is_ours or (file.startswith(_PACKAGE) and not file.startswith(_HERE))
         here = here.f_back
     return library, is_ours, owner
+
+
+def counts_steps(optimizer: torch.optim.Optimizer) -> bool:
+    """True if an optimizer has a step count, a tensor."""
+    return any("step" in state for state in optimizer.state.values() if isinstance(state, dict))
 
 
 def location_of(error: BaseException) -> Location | None:

@@ -166,11 +166,12 @@ def test_what_cannot_be_captured_names_the_line(name):
 def test_a_capture_that_fails_leaves_nothing_behind(monkeypatch):
     """Also where PyTorch does not notice the wait beforehand: stream, generators and allocator are as before."""
     monkeypatch.setattr(graphs, "_noting_waits", lambda waits: contextlib.nullcontext())
-    learner = GpuLearner()
+    learner, is_wrong = GpuLearner(), True
 
     def step(x, y):
         loss = learner.step(x, y)
-        loss.item()
+        if is_wrong:
+            loss.item()
         return loss
 
     update = gs.CapturedStep(step, *learner.state())
@@ -182,9 +183,50 @@ def test_a_capture_that_fails_leaves_nothing_behind(monkeypatch):
     first = torch.randn(3, device="cuda")
     torch.manual_seed(3)
     assert torch.equal(first, torch.randn(3, device="cuda"))
-    update = gs.CapturedStep(learner.step, *learner.state())
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    is_wrong = False
     calls(update, given)
     assert update.is_captured
+
+
+def test_what_a_step_is_told_about_the_capture():
+    learner, answers = GpuLearner(), []
+
+    def step(x, y):
+        answers.append(torch.cuda.is_current_stream_capturing())
+        if not answers[-1]:
+            assert (x == x).all()
+        return learner.step(x, y)
+
+    update = gs.CapturedStep(step, *learner.state())
+    calls(update, on_gpu(batches(4)))
+    assert update.is_captured
+    assert answers == [False, False, False, True, False], "warm-up, capture, and a plain step that is compared"
+    assert gs.diagnose_capture(step, on_gpu(batches(2)), *learner.state()).ok
+    assert answers[5:] == [False, True, True]
+
+
+def test_seeds_in_the_step():
+    learner = GpuLearner()
+
+    def step(x, y):
+        torch.manual_seed(3)
+        return learner.step(x, y)
+
+    with pytest.raises(RuntimeError, match=r"cannot be captured|random numbers of device"):
+        calls(gs.CapturedStep(step, *learner.state()), on_gpu(batches(8)))
+
+
+def test_a_captured_step_inside_of_another():
+    learner, reference = GpuLearner(), GpuLearner()
+    inner = gs.CapturedStep(learner.step, *learner.state())
+    given = on_gpu(batches(16))
+    calls(inner, given[:8]), calls(reference.step, given[:8])
+    outer = gs.CapturedStep(lambda x, y: inner(x, y) * 2, *learner.state())
+    assert_equal(calls(outer, given[8:]), [2 * loss.detach() for loss in calls(reference.step, given[8:])])
+    assert_equal(learner.state(), reference.state())
+    assert outer.is_captured
 
 
 def test_an_optimizer_that_counts_on_the_host():
