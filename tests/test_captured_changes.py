@@ -259,6 +259,18 @@ def test_arrays_that_change():
     refused(make, "a replay differs", at=8, before=at(8, lambda own: own.scale.__setitem__(0, 2.0)))
 
 
+def test_a_deque_of_tensors_that_changes():
+    """The tensors are compared by identity: their values would wait for the device."""
+
+    def make():
+        learner = Learner()
+        learner.last = deque([torch.ones(3), torch.zeros(3)], maxlen=2)
+        return learner, lambda x, y: learner.step(x, y * learner.last[0] + learner.last[1])
+
+    equal(make)
+    refused(make, "a replay differs", at=8, before=at(8, lambda own: own.last.append(torch.full((3,), 2.0))))
+
+
 def test_functions_and_objects_that_are_replaced():
     def make():
         learner = Learner()

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .._native import _C
-from .snapshot import Change, Gradient, SavedTensor, Snapshot, changes_of, kind_of, num_hooks
+from .snapshot import Change, Gradient, SavedTensor, Snapshot, address_of, changes_of, is_same, kind_of, num_hooks
 from .state import Item
 
 MOST_ACCEPTED = 2
@@ -23,7 +23,8 @@ class Guards:
         self._containers = [one for one in before.containers if with_outside or one[0].role != "reached"]
         self._tensors = [saved for saved in before.tensors if saved.item.role == "kept"]
         self._gradients = {id(gradient.tensor): gradient for gradient in gradients}
-        self._accepted: Counter[str] = Counter()
+        self._accepted: Counter[tuple[int, Any]] = Counter()
+        """How often what is in a container has changed without an effect, by the container's id and the key."""
         self._compile()
 
     def _compile(self) -> None:
@@ -48,11 +49,11 @@ class Guards:
 
     def _is_wanted(self, item: Item, key: Any, value: Any) -> bool:
         kind = kind_of(item.role, key, value)
-        return kind != "ignored" and not (kind == "attribute" and self._accepted[item.place(key)] >= MOST_ACCEPTED)
+        return kind != "ignored" and not (kind == "attribute" and self._accepted[id(item.value), key] >= MOST_ACCEPTED)
 
     def hold(self) -> bool:
         """True if nothing has changed."""
-        return bool(self._compiled.hold()) and all(item.pairs() == pairs for item, pairs in self._values)
+        return bool(self._compiled.hold()) and all(is_same(item.pairs()[0], pairs[0]) for item, pairs in self._values)
 
     def set_gradients(self) -> None:
         """Give each parameter the gradient that a replay computes."""
@@ -67,7 +68,7 @@ class Guards:
         found = [
             change
             for change in changes_of(self._containers)
-            if change.kind != "ignored" and self._accepted[change.name] < MOST_ACCEPTED
+            if change.kind != "ignored" and self._accepted[change.place] < MOST_ACCEPTED
         ]
         return [*found, *(change for saved in self._tensors for change in self._changes_of_tensor(saved))]
 
@@ -82,7 +83,7 @@ class Guards:
                 yield Change("gradient", f"{name}.grad", before, now)
             elif tensor.grad is not gradient.before:
                 yield Change("identity", f"{name}.grad", None, None)
-        if tensor.data_ptr() != saved.alias.data_ptr() or num_hooks(tensor) != saved.num_hooks:
+        if address_of(tensor) != saved.address or num_hooks(tensor) != saved.num_hooks:
             yield Change("identity", name, None, None)
 
     def accept_effects(self) -> None:
@@ -93,7 +94,7 @@ class Guards:
     def accept(self, changes: Sequence[Change] = ()) -> list[Change]:
         """Expect what containers hold now. Returns the numbers that have changed a few times without an effect, and are
         ignored from now on."""
-        self._accepted.update(change.name for change in changes)
+        self._accepted.update(change.place for change in changes)
         self._containers = [(item, item.pairs()) for item, _ in self._containers]
         self._compile()
-        return [change for change in changes if self._accepted[change.name] == MOST_ACCEPTED and change.is_of_a_number]
+        return [change for change in changes if self._accepted[change.place] == MOST_ACCEPTED and change.is_of_a_number]

@@ -32,6 +32,11 @@ class Change(NamedTuple):
     key: Any = None
 
     @property
+    def place(self) -> tuple[int, Any]:
+        """The container's id, and the key."""
+        return (0 if self.item is None else id(self.item.value)), self.key
+
+    @property
     def is_of_a_number(self) -> bool:
         """True if a number or string has become another one."""
         return type(self.before) is type(self.now) and isinstance(self.now, NUMBERS)
@@ -74,6 +79,8 @@ class SavedTensor(NamedTuple):
     version: int
     requires_grad: bool
     num_hooks: int
+    address: int
+    """Of its memory."""
 
 
 class Snapshot:
@@ -163,8 +170,8 @@ class Snapshot:
             if memory.nbytes() != contents.nbytes():
                 memory.resize_(contents.nbytes())
             memory.copy_(contents)
-        for _, tensor, contents in self._whole:
-            tensor.copy_(contents)
+        for _, alias, copied in self._whole:
+            alias.copy_(copied)
         for generator, state in self._generators:
             generator.set_state(state)
         self.random.restore()
@@ -176,7 +183,7 @@ def changes_of(containers: list[tuple[Item, list[tuple[Any, Any]]]]) -> Iterator
         then, now = dict(pairs), dict(item.pairs())
         for key in {**then, **now}:
             before, after = then.get(key, _MISSING), now.get(key, _MISSING)
-            if not _is_same(before, after):
+            if not is_same(before, after):
                 kind = kind_of(item.role, key, before if after is _MISSING else after)
                 yield Change(kind, item.place(key), before, after, item, key)
                 if type(before) is type(after) in (dict, list):
@@ -193,7 +200,15 @@ def _saved(item: Item) -> SavedTensor:
     tensor = item.value
     gradient = tensor.grad if tensor.is_leaf else None
     versions = 0 if gradient is None else gradient._version, 0 if tensor.is_inference() else tensor._version
-    return SavedTensor(item, tensor.detach(), gradient, *versions, tensor.requires_grad, num_hooks(tensor))
+    return SavedTensor(
+        item, tensor.detach(), gradient, *versions, tensor.requires_grad, num_hooks(tensor), address_of(tensor)
+    )
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """The address of a tensor's memory; 0 without memory of its own."""
+    memory = memory_of(tensor)
+    return 0 if memory is None else memory.data_ptr()
 
 
 def _key(tensor: torch.Tensor) -> int | None:
@@ -206,11 +221,12 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     return None if key is None else (key, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
 
 
-def _is_same(before: Any, after: Any) -> bool:
+def is_same(before: Any, after: Any) -> bool:
+    """True for the same object, equal numbers and strings, and tuples of such values."""
     if before is after or type(before) is not type(after):
         return before is after
     if isinstance(before, tuple):
-        return len(before) == len(after) and all(map(_is_same, before, after))
+        return len(before) == len(after) and all(map(is_same, before, after))
     return isinstance(before, (*NUMBERS, bytes)) and bool(before == after)
 
 

@@ -352,8 +352,8 @@ class CapturedStep:
             self.reset()  # a capture that fails leaves other states in PyTorch's generators
             if isinstance(error, _Refused | TypeError):
                 raise
-            place = location_of(error)
-            at = f" at {place}: {place.source}" if place else ""
+            line = location_of(error)
+            at = f" at {line}: {line.source}" if line else ""
             message = str(error).partition("\n")[0]
             text = f"CapturedStep: the step cannot be captured{at}: {message}{self._diagnosed(arguments)}"
             raise _Refused(text) from error
