@@ -259,6 +259,31 @@ def test_arrays_that_change():
     refused(make, "a replay differs", at=8, before=at(8, lambda own: own.scale.__setitem__(0, 2.0)))
 
 
+def test_logs_that_grow_cost_two_verifications():
+    """What the loop appends to a list, a dict and a deque that the step can reach."""
+
+    def make():
+        learner = Learner()
+        learner.losses, learner.history, learner.recent, learner.calls = [], {}, deque(maxlen=3), 0
+
+        def step(x, y):
+            learner.calls += 1
+            return learner.step(x, y)
+
+        return learner, step
+
+    def log(learner, index):
+        learner.losses.append(float(index))
+        learner.history[index] = learner.losses[-1]
+        learner.recent.append(index)
+        seen.append(learner)
+
+    seen = []
+    with pytest.warns(UserWarning, match=r"the step changes learner\.calls"):
+        equal(make, before=log, count=20)
+    assert seen[0].calls == 3 + 3, "warm-up and verifications; what capturing counts is undone"
+
+
 def test_a_deque_of_tensors_that_changes():
     """The tensors are compared by identity: their values would wait for the device."""
 

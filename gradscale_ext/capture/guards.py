@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .._native import _C
-from .snapshot import Change, Gradient, SavedTensor, Snapshot, address_of, changes_of, is_same, kind_of, num_hooks
+from .snapshot import SIZE, Change, Gradient, SavedTensor, Snapshot, address_of, changes_of, is_same, kind_of, num_hooks
 from .state import Item
 
 MOST_ACCEPTED = 2
@@ -34,7 +34,8 @@ class Guards:
             if isinstance(item.value, dict | list | types.CellType):
                 wanted = {key for key, value in pairs if self._is_wanted(item, key, value)}
                 keys = [key for key, _ in item._replace(keys=None).pairs()]
-                has_fixed_size = len(wanted) == len(keys) or item.role == "module"
+                is_whole = len(wanted) == len(keys) or item.role == "module"
+                has_fixed_size = is_whole and self._accepted[id(item.value), SIZE] < MOST_ACCEPTED
                 self._compiled.add_items(item.value, [key in wanted for key in keys], has_fixed_size)
             elif self._is_wanted(item, None, None):
                 self._values.append((item, pairs))

@@ -18,7 +18,8 @@ Kind = Literal["number", "rate", "flag", "hook", "identity", "attribute", "gradi
 memory of a tensor; something that the step may or may not read; whether a parameter has a gradient; something that no
 graph depends on."""
 NUMBERS = (int, float, bool, str)
-_MISSING = object()
+SIZE = object()
+"""In place of what is not in a container."""
 
 
 class Change(NamedTuple):
@@ -33,8 +34,9 @@ class Change(NamedTuple):
 
     @property
     def place(self) -> tuple[int, Any]:
-        """The container's id, and the key."""
-        return (0 if self.item is None else id(self.item.value)), self.key
+        """The container's id, and the key; SIZE if there is another item, or one less."""
+        is_size = self.before is SIZE or self.now is SIZE
+        return (0 if self.item is None else id(self.item.value)), SIZE if is_size else self.key
 
     @property
     def is_of_a_number(self) -> bool:
@@ -182,9 +184,9 @@ def changes_of(containers: list[tuple[Item, list[tuple[Any, Any]]]]) -> Iterator
     for item, pairs in containers:
         then, now = dict(pairs), dict(item.pairs())
         for key in {**then, **now}:
-            before, after = then.get(key, _MISSING), now.get(key, _MISSING)
+            before, after = then.get(key, SIZE), now.get(key, SIZE)
             if not is_same(before, after):
-                kind = kind_of(item.role, key, before if after is _MISSING else after)
+                kind = kind_of(item.role, key, before if after is SIZE else after)
                 yield Change(kind, item.place(key), before, after, item, key)
                 if type(before) is type(after) in (dict, list):
                     inner = Item(item.place(key), after, "kept" if item.role == "options" else item.role)
