@@ -65,6 +65,32 @@ def test_each_formula_is_in_one_file():
     assert not {number: found for number, found in files.items() if len(found) > 1}
 
 
+# Parts of the cross-entropy of a row of logits, and the only files of csrc/loss and csrc/formulas that may have them.
+# CategoricalKL (own_heads.h and its rows) and BinaryCrossEntropy (regression_heads.h) are other losses with logarithms.
+OTHER_LOSSES = {"loss/own_heads.h", "loss/cpu/own_rows.h", "loss/cuda/own_rows.cuh", "loss/regression_heads.h"}
+CROSS_ENTROPY = {
+    r"\bstd::log\(|\blog_normal\(": {"formulas/cross_entropy.h", *OTHER_LOSSES},
+    r"\bproduct\(|== -\S*INFINITY": {"formulas/cross_entropy.h", *OTHER_LOSSES},
+    r"\* \S*per_exponential\b|\bper_exponential \*|\binverse_sum \*|/ sums?\[": {"formulas/cross_entropy.h"},
+    r"1 - \S*label_smoothing|label_smoothing\)? [*/]": {"formulas/targets.h"},
+    r"\bstd::erf\b|\bposition - (?:bin|center)\b": {"formulas/targets.h"},
+    r"\bapproximate_erfc\(": {"loss/cuda/lane_losses.cuh"},
+}
+
+
+def test_cross_entropy_is_in_formulas():
+    """tests/native/test_formulas.py shows that all engines use it."""
+    for pattern, files in CROSS_ENTROPY.items():
+        found = {
+            file.as_posix()
+            for file, text in SOURCES.items()
+            if file.parts[0] == "loss" or file.name in ("cross_entropy.h", "targets.h")
+            if re.search(pattern, re.sub(r"//.*", "", text))
+        }
+        assert found <= files, pattern
+        assert found - OTHER_LOSSES, pattern
+
+
 # ---- The package ----------------------------------------------------------------------------------------------------
 
 MODULES = {

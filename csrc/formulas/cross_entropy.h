@@ -6,6 +6,10 @@
 //
 // H(p) = log s - sum(e d) / s, so that log p_j + H(p) = d_j - sum(e d) / s.
 //
+// All engines use it: rows and short rows of the CPU (loss/cpu), and lanes, blocks and groups of a GPU (loss/cuda).
+// They differ in who owns which elements, and in how sums are reduced. For a sparse target (targets.h) they add and
+// subtract the bins with mass alone.
+//
 // CPU kernels include this once for each instruction set, in its namespace, so that A can be Lanes of its vectors.
 #if defined(GRADSCALE_VARIANT) || !defined(GRADSCALE_CROSS_ENTROPY)
 #define GRADSCALE_CROSS_ENTROPY
@@ -33,46 +37,85 @@ template <class A, int options>
 struct CrossEntropy {
   static constexpr bool kHasEntropy = (options & kEntropy) != 0;
   static constexpr bool kSubtracts = (options & kSubtractsEntropy) != 0;
+  // sum e, sum t, sum of weighted(e, d), sum of correct(t, d), sum t log t. For the bins of a support, whose
+  // expectation is wanted instead of the entropy, the exponentials are weighted by the bins' positions.
   enum Sum { kSum, kMass, kWeighted, kCorrect, kNegativeEntropy };
   static constexpr int kSums = kSubtracts ? 5 : 4;
+  using Factors = CrossEntropyFactors<A>;
   A entropy_weight;
 
-  // Adds an element to the sums. `correct` is product(t, d), which is 0 for an illegal action (d = -inf) with t = 0.
-  // `weight` is d, or the position among the bins of a support.
-  GRADSCALE_HOST_DEVICE static void add(A (&sums)[kSums], A e, A t, A correct, A weight) {
-    sums[kSum] += e;
-    sums[kWeighted] += e * weight;
-    sums[kMass] += t;
-    sums[kCorrect] += correct;
-    if constexpr (kSubtracts) {
-      sums[kNegativeEntropy] += t == A(0) ? A(0) : t * std::log(t);
-    }
-  }
   GRADSCALE_HOST_DEVICE static A finite(A d) {
     return larger(d, A(kLowest));
   }
+  // t d; 0 for an illegal action (d = -inf) with t = 0.
+  GRADSCALE_HOST_DEVICE static A correct(A t, A d) {
+    return product(t, d);
+  }
+  // The same without the test for t = 0, if add_illegal() is called for each illegal action.
+  GRADSCALE_HOST_DEVICE static A correct_finite(A t, A d) {
+    return t * finite(d);
+  }
+  // t log t
+  GRADSCALE_HOST_DEVICE static A negative_entropy(A t) {
+    return t == A(0) ? A(0) : t * std::log(t);
+  }
+  // e d
+  GRADSCALE_HOST_DEVICE static A weighted(A e, A d) {
+    return e * finite(d);
+  }
+  GRADSCALE_HOST_DEVICE static void add_exponential(A (&sums)[kSums], A e, A weighted) {
+    sums[kSum] += e;
+    sums[kWeighted] += weighted;
+  }
+  GRADSCALE_HOST_DEVICE static void add(A (&sums)[kSums], A e, A t, A correct, A weighted) {
+    add_exponential(sums, e, weighted);
+    sums[kMass] += t;
+    sums[kCorrect] += correct;
+    if constexpr (kSubtracts) {
+      sums[kNegativeEntropy] += negative_entropy(t);
+    }
+  }
+  // Adds what correct_finite() lacks for the target of an illegal action.
+  GRADSCALE_HOST_DEVICE static void add_illegal(A (&sums)[kSums], A x, A t) {
+    sums[kCorrect] += x == -static_cast<A>(INFINITY) ? correct(t, x) : A(0);
+  }
+
+  GRADSCALE_HOST_DEVICE static A log_sum(const A (&sums)[kSums]) {
+#if defined(__CUDA_ARCH__)
+    return std::log(sums[kSum]);
+#else
+    return log_normal(sums[kSum]); // loops over rows are vectorised
+#endif
+  }
   GRADSCALE_HOST_DEVICE static A entropy(const A (&sums)[kSums]) {
-    return std::log(sums[kSum]) - sums[kWeighted] / sums[kSum];
+    return log_sum(sums) - sums[kWeighted] / sums[kSum];
   }
   GRADSCALE_HOST_DEVICE A loss(const A (&sums)[kSums]) const {
-    A loss = sums[kMass] * std::log(sums[kSum]) - sums[kCorrect];
+    A subtracted = sums[kCorrect];
     if constexpr (kSubtracts) {
-      loss += sums[kNegativeEntropy];
+      subtracted = subtracted - sums[kNegativeEntropy];
     }
     if constexpr (kHasEntropy) {
-      loss -= entropy_weight * entropy(sums);
+      subtracted = subtracted + entropy_weight * entropy(sums);
     }
-    return loss;
+    return sums[kMass] * log_sum(sums) - subtracted;
   }
-  using Factors = CrossEntropyFactors<A>;
+
   GRADSCALE_HOST_DEVICE static Factors factors(const A (&sums)[kSums], A inverse_sum, A coefficient) {
     return {coefficient, coefficient * inverse_sum * sums[kMass], inverse_sum, sums[kWeighted] * inverse_sum};
+  }
+  // The gradient without entropy bonus, of an element without target and of one with target t.
+  GRADSCALE_HOST_DEVICE static A gradient(const Factors& row, A e) {
+    return row.per_exponential * e;
+  }
+  GRADSCALE_HOST_DEVICE static A gradient(const Factors& row, A e, A t) {
+    return e * row.per_exponential - row.coefficient * t;
   }
   GRADSCALE_HOST_DEVICE A gradient(const Factors& row, A e, A d, A t) const {
     if constexpr (kHasEntropy) { // the gradient of the entropy is subtracted from the target
       t = t - entropy_weight * (e * row.inverse_sum * (finite(d) - row.expected));
     }
-    return e * row.per_exponential - row.coefficient * t;
+    return gradient(row, e, t);
   }
 };
 

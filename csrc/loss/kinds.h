@@ -1,6 +1,7 @@
 // Maps each kind of head to the function that computes its rows, for CPU and GPU.
 #pragma once
 
+#include "../formulas/targets.h"
 #include "own_heads.h"
 #include "regression_heads.h"
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../cuda/rows.cuh"
+#include "../formulas/targets.h"
 #include "calls.h"
 
 namespace gradscale {
@@ -67,7 +68,7 @@ GRADSCALE_DEVICE void project_row(const Projection& p, int64_t row, int lane) {
       const TwoHotTarget target = two_hot(reward + discount * raw_center(support, first + lane), support);
       is_nan = is_nan || target.is_nan() || mass - mass != 0;
       bin = least = most = target.begin;
-      lower = static_cast<A>(mass * (1 - target.upper));
+      lower = static_cast<A>(mass * target.lower);
       upper = static_cast<A>(mass * target.upper);
     }
     least = warp.reduced(least, [](int32_t a, int32_t b) { return a < b ? a : b; });

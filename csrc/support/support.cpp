@@ -3,6 +3,7 @@
 #include "../cpu/scratch.h"
 #include "../cuda/driver.h"
 #include "../cuda/row_shape.h"
+#include "../formulas/targets.h"
 #include "../torch/autograd.h"
 #include "../torch/gradient_pool.h"
 #include "../torch/tensor_element.h"

@@ -18,8 +18,6 @@ import launches
 import pytest
 from native import ROOT, compile_guards, one_process
 
-from gradscale_ext import _kernels
-
 pytestmark = one_process
 
 SCRIPT = Path(__file__).with_name("launches.py")
@@ -149,14 +147,6 @@ FAULTS = {
         "divergent collective",
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def driver():
-    path = Path(sys.prefix) / "driver.so"
-    if not path.exists() or not isinstance(_kernels.compiler(), _kernels.Nvrtc):
-        pytest.skip("there is no NVRTC, or the simulated driver is not built (make native)")
-    return path
 
 
 # ---- Launches -------------------------------------------------------------------------------------------------------

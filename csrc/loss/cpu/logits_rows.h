@@ -6,9 +6,8 @@ namespace {
 // Rows of logits over the bins of a support: cross-entropy with a target over the bins that encodes a scalar (TwoHot,
 // HLGauss).
 
-// Loss log(sum) - sum_j t_j (x_j - maximum); gradient c (p_j - t_j). Only the bins begin to end - 1 have mass, apart
-// from the label smoothing that every bin gets. Writes the gradient, and stores the sums of the row in a lane of
-// `sums`.
+// A sparse target: only the bins begin to end - 1 have mass, apart from the label smoothing that every bin gets. Writes
+// the gradient, and stores the sums of the row in a lane of `sums`.
 template <class T, class G, class A, class Target>
 void categorical_row(
     const Segment& s,
@@ -18,6 +17,7 @@ void categorical_row(
     const Target& target,
     A* scratch,
     GroupSums<A>& sums) {
+  using Formula = CrossEntropy<A, 0>;
   const int64_t row = group.first + lane;
   const T* logits = row_of<T>(s.prediction, row);
   const Support& support = s.head->support;
@@ -25,34 +25,39 @@ void categorical_row(
   const A maximum = extremes.largest;
   A* values = softmax.values;
   A* mass = second_row(scratch, s.width);
-  const double target_share = 1 - s.head->label_smoothing;
-  const A everywhere = static_cast<A>(s.head->label_smoothing / static_cast<double>(s.width));
+  const Smoothing<double> smoothing(s.head->label_smoothing, s.width);
+  const A everywhere = static_cast<A>(smoothing.everywhere);
   A correct = 0;
   A nan = 0; // a NaN target makes the whole row NaN
   target.for_each([&](int32_t j, double bin_mass) {
-    mass[j] = static_cast<A>(target_share * bin_mass);
+    mass[j] = static_cast<A>(smoothing.share * bin_mass);
     nan += A(0) * mass[j];
-    // An illegal bin (-inf) without mass costs nothing.
-    correct += product(mass[j], static_cast<A>(to_accumulate(logits[j])) - maximum);
+    correct += Formula::correct(mass[j], static_cast<A>(to_accumulate(logits[j])) - maximum);
   });
   if (everywhere != 0) {
     const auto smoothed = [=](auto load) { return std::array<Lanes<A>, 1>{everywhere * (load(logits) - maximum)}; };
     correct += sums_of<A>(logits, s.width, smoothed)[0];
   }
-  sums.exponentials[lane] = softmax.sum;
-  sums.moment[lane] = support.raw && s.detail.data != nullptr ? raw_moment(values, support) : softmax.moment;
-  sums.target[lane] = A(1) + nan;
-  sums.correct[lane] = correct;
+  sums.at[Formula::kSum][lane] = softmax.sum;
+  sums.at[Formula::kMass][lane] = A(1) + nan;
+  sums.at[Formula::kWeighted][lane] =
+      support.raw && s.detail.data != nullptr ? raw_moment(values, support) : softmax.moment;
+  sums.at[Formula::kCorrect][lane] = correct;
   if (s.gradient.data == nullptr) {
     return;
   }
+  // The gradient times the sum of exponentials, for a target times this sum; the factor divides by it.
+  const auto gradient = [](auto e, auto t) {
+    using E = decltype(e);
+    return CrossEntropy<E, 0>::gradient({E(1), E(1), E(1), E(0)}, e, t);
+  };
   for (int32_t j = target.begin; j < target.end; ++j) {
-    values[j] -= mass[j] * softmax.sum;
+    values[j] = gradient(values[j], mass[j] * softmax.sum);
   }
   const A factor = static_cast<A>(group.coefficients[lane]) / softmax.sum + nan;
   const Lanes<A> offset = everywhere * softmax.sum;
   s.metrics[row].gradient_square =
-      write_gradient<G>(s.gradient, row, s.width, factor, [=](auto load) { return load(values) - offset; });
+      write_gradient<G>(s.gradient, row, s.width, factor, [=](auto load) { return gradient(load(values), offset); });
 }
 
 template <class T, class G, class A, class Target>
@@ -60,7 +65,7 @@ template <class T, class G, class A, class Target>
   const GroupSums<A> sums = row_by_row<T, A>(s, group, [&](int64_t i, Extremes<A> extremes, GroupSums<A>& row_sums) {
     categorical_row<T, G>(s, group, i, extremes, targets[i], scratch, row_sums);
   });
-  store_losses(s, group, sums);
+  store_losses<false>(s, group, sums, CrossEntropy<A, 0>{});
   store_decoded(s, group, sums);
 }
 
@@ -74,22 +79,18 @@ const A* read_target(const Segment& s, int64_t row, A* target) {
     return row_of<A>(s.target, row);
   }
   if (s.target.element == Element::int64) {
-    const int64_t chosen = *row_of<int64_t>(s.target, row);
-    const bool valid = chosen >= 0 && chosen < s.width;
-    for (int64_t j = 0; j < s.width; ++j) {
-      target[j] = valid ? A(0) : static_cast<A>(NAN);
-    }
-    if (valid) {
-      target[chosen] = A(1);
+    const int32_t chosen = class_of(*row_of<int64_t>(s.target, row), s.width);
+    std::fill(target, target + s.width, chosen < 0 ? static_cast<A>(NAN) : A(0));
+    if (chosen >= 0) {
+      target[chosen] = class_mass(chosen, chosen);
     }
   } else {
     widen_row(s.target, row, s.width, target);
   }
   if (s.head->label_smoothing != 0) {
-    const A target_share = static_cast<A>(1 - s.head->label_smoothing);
-    const A uniform_share = static_cast<A>(s.head->label_smoothing / static_cast<double>(s.width));
+    const Smoothing<A> smoothing(s.head->label_smoothing, s.width);
     for (int64_t j = 0; j < s.width; ++j) {
-      target[j] = target[j] * target_share + uniform_share;
+      target[j] = smoothing.smoothed(target[j]);
     }
   }
   return target;
@@ -97,29 +98,36 @@ const A* read_target(const Segment& s, int64_t row, A* target) {
 
 // sum_j t_j log t_j with t_j = target(j). The sum is a double: in float, many small equal terms would all be rounded
 // the same way.
-template <class Target>
-double negative_entropy(int64_t width, Target target) {
+template <class A, class Target>
+A negative_entropy(int64_t width, Target target) {
   double sum = 0;
   for (int64_t j = 0; j < width; ++j) {
-    const auto t = target(j);
-    sum += t == 0 ? t : t * std::log(t);
+    sum += CrossEntropy<A, 0>::negative_entropy(target(j));
   }
-  return sum;
+  return static_cast<A>(sum);
 }
 
-// Calls function(formula of the gradient). Without an entropy bonus, the formula ignores the differences of logits.
-template <class A, class Function>
+// Calls function(formula), with the entropy bonus if there is one. Without it, the gradient ignores the differences of
+// logits. A is the type of sums, or Lanes of that type.
+template <class A, int options = 0, class Function>
 void with_entropy(const Segment& s, Function function) {
   if (s.head->entropy_weight != 0) {
-    function(CrossEntropy<Lanes<A>, kEntropy>{static_cast<A>(s.head->entropy_weight)});
+    function(CrossEntropy<A, (options | kEntropy)>{A(s.head->entropy_weight)});
   } else {
-    function(CrossEntropy<Lanes<A>, 0>{});
+    function(CrossEntropy<A, options>{});
   }
+}
+
+// Stores the losses and entropies of a policy's rows.
+template <class A>
+void store_policy(const Segment& s, const Group& group, const GroupSums<A>& sums) {
+  with_entropy<A, kSubtractsEntropy>(s, [&](auto formula) { store_losses<true>(s, group, sums, formula); });
 }
 
 template <class T, class G, class A>
 void soft_cross_entropy_row(
     const Segment& s, const Group& group, int64_t lane, Extremes<A> extremes, A* scratch, GroupSums<A>& sums) {
+  using Formula = CrossEntropy<Lanes<A>, 0>;
   const int64_t row = group.first + lane;
   const int64_t width = s.width;
   const T* logits = row_of<T>(s.prediction, row);
@@ -129,21 +137,23 @@ void soft_cross_entropy_row(
   const A* values = softmax.values;
   const auto [moment, mass, correct] = sums_of<A>(logits, width, [=](auto load) {
     const Lanes<A> difference = load(logits) - maximum, t = load(target);
-    return std::array{load(values) * CrossEntropy<Lanes<A>, 0>::finite(difference), t, product(t, difference)};
+    return std::array{Formula::weighted(load(values), difference), t, Formula::correct(t, difference)};
   });
-  sums.exponentials[lane] = softmax.sum;
-  sums.moment[lane] = moment;
-  sums.target[lane] = mass;
-  sums.correct[lane] = correct;
-  if (s.head->subtract_target_entropy) {
-    sums.correct[lane] -= static_cast<A>(negative_entropy(width, [=](int64_t j) { return target[j]; }));
+  const A row_sums[] = {softmax.sum, mass, moment, correct};
+  for (int k = 0; k < Formula::kSums; ++k) {
+    sums.at[k][lane] = row_sums[k];
   }
+  sums.at[Formula::kNegativeEntropy][lane] =
+      s.head->subtract_target_entropy ? negative_entropy<A>(width, [=](int64_t j) { return target[j]; }) : A(0);
   if (s.gradient.data == nullptr) {
     return;
   }
-  const A inverse_sum = A(1) / softmax.sum, c = static_cast<A>(group.coefficients[lane]);
-  const CrossEntropyFactors<Lanes<A>> factors{A(1), inverse_sum * mass, inverse_sum, moment * inverse_sum};
-  with_entropy<A>(s, [&](auto formula) {
+  const A c = static_cast<A>(group.coefficients[lane]);
+  const auto row_factors = CrossEntropy<A, 0>::factors(row_sums, A(1) / softmax.sum, A(1));
+  // Not in a function, which would hide from compilers that the coefficient is 1.
+  const CrossEntropyFactors<Lanes<A>> factors{
+      A(1), row_factors.per_exponential, row_factors.inverse_sum, row_factors.expected};
+  with_entropy<Lanes<A>>(s, [&](auto formula) {
     s.metrics[row].gradient_square = write_gradient<G>(s.gradient, row, width, c, [=](auto load) {
       return formula.gradient(factors, load(values), load(logits) - maximum, load(target));
     });
@@ -156,8 +166,7 @@ template <class T, class G, class A>
   GroupSums<A> sums = row_by_row<T, A>(s, group, [&](int64_t i, Extremes<A> extremes, GroupSums<A>& group_sums) {
     soft_cross_entropy_row<T, G>(s, group, i, extremes, scratch, group_sums);
   });
-  store_entropies(s, group, sums);
-  store_losses(s, group, sums);
+  store_policy(s, group, sums);
 }
 
 } // namespace

@@ -12,14 +12,11 @@ struct Group {
   bool unmasked[kLanes];
 };
 
-// The numbers from which the losses of a group's rows are computed. Lanes without a row hold numbers that are not used.
+// The sums of CrossEntropy for a group's rows. kWeighted weights the exponentials by 2j - width + 1 or by raw centre j,
+// and by differences of logits for a policy. Lanes without a row hold numbers that are not used.
 template <class A>
 struct GroupSums {
-  A exponentials[kLanes]; // sum_j exp(x_j - maximum)
-  A moment[kLanes];       // sum_j exp(x_j - maximum) w_j, where w_j is 2j - width + 1 or raw centre j; for a policy
-                          // x_j - maximum
-  A target[kLanes];       // sum_j t_j
-  A correct[kLanes];      // sum_j t_j (x_j - maximum), and other terms that are subtracted from the loss
+  A at[CrossEntropy<A, kSubtractsEntropy>::kSums][kLanes];
 };
 
 // Elements of 16 rows. Column j holds element j of each row.
@@ -153,7 +150,9 @@ template <class T, class A, class Run>
 GroupSums<A> row_by_row(const Segment& s, const Group& group, Run run) {
   GroupSums<A> sums;
   for (int64_t i = group.count; i < kLanes; ++i) {
-    sums.exponentials[i] = sums.moment[i] = sums.target[i] = sums.correct[i] = 1;
+    for (auto& sum : sums.at) {
+      sum[i] = 1;
+    }
   }
   for (int64_t i = 0; i < group.count; ++i) {
     const T* logits = row_of<T>(s.prediction, group.first + i);
@@ -165,30 +164,24 @@ GroupSums<A> row_by_row(const Segment& s, const Group& group, Run run) {
   return sums;
 }
 
-// Stores log(sum of exponentials) sum_j t_j - sum_j t_j (x_j - maximum).
-template <class A>
-void store_losses(const Segment& s, const Group& group, const GroupSums<A>& sums) {
+// Stores the losses of a group's rows, and the entropies of policies.
+template <bool is_policy, class A, int options>
+void store_losses(
+    const Segment& s, const Group& group, const GroupSums<A>& sums, const CrossEntropy<A, options>& formula) {
+  using Formula = CrossEntropy<A, options>;
   const int64_t lanes = lanes_of(group);
-  A loss[kLanes];
+  A loss[kLanes], entropy[kLanes];
 #pragma omp simd
   for (int64_t i = 0; i < lanes; ++i) {
-    loss[i] = sums.target[i] * log_normal(sums.exponentials[i]) - sums.correct[i];
+    A row[Formula::kSums] = {sums.at[0][i], sums.at[1][i], sums.at[2][i], sums.at[3][i]};
+    if constexpr (Formula::kSubtracts) {
+      row[Formula::kNegativeEntropy] = sums.at[Formula::kNegativeEntropy][i];
+    }
+    loss[i] = formula.loss(row);
+    entropy[i] = is_policy ? Formula::entropy(row) : A(0);
   }
   s.loss.store(group.first, group.count, loss);
-}
-
-// Stores the entropy log(sum) - moment / sum of policies, and subtracts weight * entropy from their losses.
-template <class A>
-void store_entropies(const Segment& s, const Group& group, GroupSums<A>& sums) {
-  const A weight = static_cast<A>(s.head->entropy_weight);
-  const int64_t lanes = lanes_of(group);
-  A entropy[kLanes];
-#pragma omp simd
-  for (int64_t i = 0; i < lanes; ++i) {
-    entropy[i] = log_normal(sums.exponentials[i]) - sums.moment[i] / sums.exponentials[i];
-    sums.correct[i] += weight == 0 ? A(0) : weight * entropy[i];
-  }
-  if (s.detail.data != nullptr) {
+  if (is_policy && s.detail.data != nullptr) {
     s.detail.store(group.first, group.count, entropy);
   }
 }
@@ -196,6 +189,7 @@ void store_entropies(const Segment& s, const Group& group, GroupSums<A>& sums) {
 // Stores the decoded values of categorical rows.
 template <class A>
 void store_decoded(const Segment& s, const Group& group, const GroupSums<A>& sums) {
+  using Formula = CrossEntropy<A, 0>;
   const Support& support = s.head->support;
   if (s.detail.data == nullptr) {
     return;
@@ -204,7 +198,7 @@ void store_decoded(const Segment& s, const Group& group, const GroupSums<A>& sum
   A decoded[kLanes];
 #pragma omp simd
   for (int64_t i = 0; i < lanes; ++i) {
-    decoded[i] = sums.moment[i] / sums.exponentials[i];
+    decoded[i] = sums.at[Formula::kWeighted][i] / sums.at[Formula::kSum][i];
   }
   if (!support.raw) {
 #pragma omp simd

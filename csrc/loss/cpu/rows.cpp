@@ -20,6 +20,7 @@ const RunRows run_rows_kernel = GRADSCALE_CPU_KERNEL(run_rows);
 #include "../../cpu/rows.h"
 #include "../../formulas/cross_entropy.h"
 #include "../../formulas/losses.h"
+#include "../../formulas/targets.h"
 #include "../kinds.h"
 
 #include "row_groups.h"

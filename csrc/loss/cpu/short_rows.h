@@ -157,17 +157,17 @@ struct ShortRows {
     std::fill(row_sums, row_sums + Formula::kSums, Lanes<A>(A(0)));
     for (int64_t j = 0; j < width; ++j) {
       const Lanes<A> d = x.column(j) - maximum, e = exp_nonpositive(d);
-      const Lanes<A> weight = is_policy ? Formula::finite(d) : Lanes<A>(static_cast<A>(2 * j + 1 - width));
+      const Lanes<A> weighted = is_policy ? Formula::weighted(e, d) : e * Lanes<A>(static_cast<A>(2 * j + 1 - width));
       const Lanes<A> t = target.column(j);
-      Formula::add(row_sums, e, t, product(t, d), weight);
+      Formula::add(row_sums, e, t, Formula::correct(t, d), weighted);
       differences.store_column(j, d);
       x.store_column(j, e);
     }
     GroupSums<A> sums;
-    store_lanes(sums.exponentials, row_sums[Formula::kSum]);
-    store_lanes(sums.moment, row_sums[Formula::kWeighted]);
-    store_lanes(sums.target, row_sums[Formula::kMass]);
-    store_lanes(sums.correct, row_sums[Formula::kCorrect]);
+    for (int k = 0; k < Formula::kSums; ++k) {
+      store_lanes(sums.at[k], row_sums[k]);
+    }
+    store_lanes(sums.at[Formula::kNegativeEntropy], Lanes<A>(A(0)));
     return sums;
   }
 
@@ -194,9 +194,12 @@ struct ShortRows {
     for (int64_t i = 0; i < kLanes; ++i) {
       coefficients[i] = static_cast<A>(group.coefficients[i]);
     }
-    const Lanes<A> inverse_sum = A(1) / load_lanes(sums.exponentials), c = load_lanes(coefficients);
-    const CrossEntropyFactors<Lanes<A>> factors{
-        A(1), inverse_sum * load_lanes(sums.target), inverse_sum, load_lanes(sums.moment) * inverse_sum};
+    const Lanes<A> c = load_lanes(coefficients);
+    Lanes<A> row_sums[Formula::kSums];
+    for (int k = 0; k < Formula::kSums; ++k) {
+      row_sums[k] = load_lanes(sums.at[k]);
+    }
+    const auto factors = Formula::factors(row_sums, A(1) / row_sums[Formula::kSum], A(1));
     Lanes<A> squares = A(0);
     for (int64_t j = 0; j < s.width; ++j) {
       const Lanes<A> value = formula.gradient(factors, x.column(j), differences.column(j), target.column(j));
@@ -216,17 +219,19 @@ struct ShortRows {
 // Short rows of the heads with a support: see categorical_row().
 template <class A, class Target>
 [[gnu::noinline]] void short_categorical_rows(const Segment& s, const Group& group, const Target* targets) {
-  const A target_share = static_cast<A>(1 - s.head->label_smoothing);
-  const A everywhere = static_cast<A>(s.head->label_smoothing / static_cast<double>(s.width));
+  using Formula = CrossEntropy<A, 0>;
+  const Smoothing<A> smoothing(s.head->label_smoothing, s.width);
   ShortRows<A> rows;
-  std::fill(rows.target.at[0], rows.target.at[s.width], everywhere);
+  std::fill(rows.target.at[0], rows.target.at[s.width], smoothing.everywhere);
   for (int64_t i = 0; i < group.count; ++i) {
-    targets[i].for_each([&](int32_t j, double mass) { rows.target.at[j][i] += target_share * static_cast<A>(mass); });
+    targets[i].for_each(
+        [&](int32_t j, double mass) { rows.target.at[j][i] = smoothing.smoothed(static_cast<A>(mass)); });
   }
   read_tile(s.prediction, group, s.width, rows.x);
   GroupSums<A> sums = rows.template sums<false>(s.width);
   for (int64_t i = 0; i < kLanes; ++i) {
-    sums.target[i] = A(1) + A(0) * sums.target[i]; // 1 except for rounding; a NaN target makes the whole row NaN
+    A& mass = sums.at[Formula::kMass][i];
+    mass = A(1) + A(0) * mass; // 1 except for rounding; a NaN target makes the whole row NaN
   }
   if (s.head->support.raw) {
     for (int64_t i = 0; i < group.count; ++i) {
@@ -234,10 +239,10 @@ template <class A, class Target>
       for (int64_t j = 0; j < s.width; ++j) {
         values[j] = rows.x.at[j][i];
       }
-      sums.moment[i] = raw_moment(values, s.head->support);
+      sums.at[Formula::kWeighted][i] = raw_moment(values, s.head->support);
     }
   }
-  store_losses(s, group, sums);
+  store_losses<false>(s, group, sums, Formula{});
   store_decoded(s, group, sums);
   rows.write_gradient(s, group, sums, CrossEntropy<Lanes<A>, 0>{});
 }
@@ -248,20 +253,18 @@ void read_target_tile(const Segment& s, const Group& group, Tile<A>& target) {
   const int64_t width = s.width;
   if (s.target.element == Element::int64) {
     for (int64_t i = 0; i < kLanes; ++i) {
-      const int64_t chosen = *lane_row<int64_t>(s.target, group, i);
-      const bool valid = chosen >= 0 && chosen < width;
+      const int32_t chosen = class_of(*lane_row<int64_t>(s.target, group, i), width);
       for (int64_t j = 0; j < width; ++j) {
-        target.at[j][i] = valid ? A(j == chosen) : static_cast<A>(NAN);
+        target.at[j][i] = class_mass(chosen, j);
       }
     }
   } else {
     read_tile(s.target, group, width, target);
   }
   if (s.head->label_smoothing != 0) {
-    const A target_share = static_cast<A>(1 - s.head->label_smoothing);
-    const A everywhere = static_cast<A>(s.head->label_smoothing / static_cast<double>(width));
+    const Smoothing<A> smoothing(s.head->label_smoothing, width);
     for (A* t = target.at[0]; t != target.at[width]; ++t) {
-      *t = *t * target_share + everywhere;
+      *t = smoothing.smoothed(*t);
     }
   }
 }
@@ -275,11 +278,11 @@ template <class A>
   GroupSums<A> sums = rows.template sums<true>(s.width);
   for (int64_t i = 0; i < kLanes && s.head->subtract_target_entropy; ++i) {
     const A* first = &rows.target.at[0][i];
-    sums.correct[i] -= static_cast<A>(negative_entropy(s.width, [=](int64_t j) { return first[j * kLanes]; }));
+    sums.at[CrossEntropy<A, 0>::kNegativeEntropy][i] =
+        negative_entropy<A>(s.width, [=](int64_t j) { return first[j * kLanes]; });
   }
-  store_entropies(s, group, sums);
-  store_losses(s, group, sums);
-  with_entropy<A>(s, [&](auto formula) { rows.write_gradient(s, group, sums, formula); });
+  store_policy(s, group, sums);
+  with_entropy<Lanes<A>>(s, [&](auto formula) { rows.write_gradient(s, group, sums, formula); });
 }
 
 } // namespace

@@ -4,6 +4,7 @@
 
 #include "../../cuda/rows.cuh"
 #include "../../formulas/cross_entropy.h"
+#include "../../formulas/targets.h"
 #include "../regression_heads.h"
 #include "block_of_rows.cuh"
 
@@ -80,7 +81,7 @@ struct BinsOfRow { // a few bins have mass
 };
 
 template <class A>
-struct ActionsOfRow { // a distribution, or a class as a one-hot distribution; a class out of range gives NaN
+struct ActionsOfRow { // a distribution, or a class
   Rows rows;
   int64_t row;
   int32_t width;
@@ -88,11 +89,12 @@ struct ActionsOfRow { // a distribution, or a class as a one-hot distribution; a
   template <int size>
   GRADSCALE_DEVICE void read(int32_t first, A (&t)[size]) const {
     if (rows.element == Element::int64) {
-      const int64_t chosen = static_cast<const int64_t*>(rows.data)[row * rows.stride];
+      const int32_t chosen = class_of(static_cast<const int64_t*>(rows.data)[row * rows.stride], width);
 #pragma unroll
       for (int k = 0; k < size; ++k) {
-        t[k] = chosen < 0 || chosen >= width ? static_cast<A>(NAN) : (first + k == chosen ? A(1) : A(0));
+        t[k] = static_cast<A>(class_mass(chosen, first + k));
       }
+      return;
     }
     dispatch_element(rows.element, [&](auto type) {
       using U = decltype(type);
@@ -111,10 +113,7 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
   const Head& head = task.block.head;
   const LogitsRow<T> row{task.template prediction<T>(), task.width, task.group};
   const Entropy entropy{static_cast<A>(head.entropy_weight)};
-  const double smoothing = head.label_smoothing;
-  const A target_share = static_cast<A>(1 - smoothing);
-  const A everywhere =
-      smoothing == 0 ? A(0) : static_cast<A>(smoothing / static_cast<double>(task.block.segment.width));
+  const Smoothing<A> smoothing(head.label_smoothing, task.block.segment.width);
   A largest_finite; // of this thread's logits
   const A maximum = row.maximum(largest_finite);
 
@@ -126,7 +125,7 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
 #pragma unroll
       for (int k = 0; k < size; ++k) {
         const bool inside = first + k >= 0 && first + k < task.width;
-        t[k] = inside ? t[k] * target_share + everywhere : A(0);
+        t[k] = inside ? smoothing.smoothed(t[k]) : A(0);
         x[k] -= maximum;
       }
       function(x, t, first);
@@ -137,8 +136,9 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
   each_window([&](const A* d, const A* t, int32_t first) {
 #pragma unroll
     for (int k = 0; k < size; ++k) {
-      const A weight = head.has_support() ? row.position(first + k) : Entropy::finite(d[k]);
-      Entropy::add(sums, exp_nonpositive(d[k]), t[k], product(t[k], d[k]), weight);
+      const A e = exp_nonpositive(d[k]);
+      const A weighted = head.has_support() ? e * row.position(first + k) : Entropy::weighted(e, d[k]);
+      Entropy::add(sums, e, t[k], Entropy::correct(t[k], d[k]), weighted);
     }
   });
 #pragma unroll

@@ -4,45 +4,28 @@
 
 #include "../../cuda/lane_rows.cuh"
 #include "../../formulas/cross_entropy.h"
+#include "../../formulas/targets.h"
 #include "block_of_rows.cuh"
 
 namespace gradscale {
 
 // ---- Targets --------------------------------------------------------------------------------------------------------
 
-// One lane holds the target of a row of TwoHot or HLGauss: a few bins with mass. The type of a target has
+// One lane holds the target of a row of TwoHot or HLGauss, a target over bins of targets.h that also has
 //
 // - kLanes: the largest number of lanes that may share the bins of a target;
-// - begin: the first of these bins;
 // - count_of(lane): the number of bins of the target that `lane` holds;
 // - from_lane(lane): the target that `lane` holds;
-// - each_bin(part, shift, function): calls function(bin, mass) for the bins of one of 2^shift parts.
+// - for_each_of(part, shift, function): for_each() for the bins of one of 2^shift parts.
 
-// Twice the mass of a normal distribution beyond an edge, with the sign of the edge. The edge is relative to the mean,
-// in units of sqrt(2) standard deviations.
-GRADSCALE_DEVICE float signed_tail(float edge) {
-  return std::copysign(approximate_erfc(std::abs(edge)), edge);
-}
-
-// Twice the mass between two edges, from their signed tails, whose difference loses no digits.
-GRADSCALE_DEVICE float mass_between(float low_tail, float high_tail) {
-  const bool has_middle = bit_cast<int32_t>(low_tail) < 0 && bit_cast<int32_t>(high_tail) >= 0;
-  return low_tail - high_tail + (has_middle ? 2.0f : 0.0f);
-}
-
-struct TwoHotBins {
+struct TwoHotBins : TwoBins<float> {
   static constexpr int kLanes = 1;
-  int32_t begin;
-  float low_mass, high_mass;
 
   GRADSCALE_DEVICE TwoHotBins(double x, double /*sigma_ratio*/, const Support& support) {
     const TwoHotTarget target = two_hot(x, support);
     begin = target.begin;
-    low_mass = static_cast<float>(1 - target.upper);
-    high_mass = static_cast<float>(target.upper);
-  }
-  GRADSCALE_DEVICE bool is_nan() const {
-    return high_mass != high_mass;
+    lower = static_cast<float>(target.lower);
+    upper = static_cast<float>(target.upper);
   }
   GRADSCALE_DEVICE static int32_t count_of(int /*lane*/) {
     return 2;
@@ -51,43 +34,38 @@ struct TwoHotBins {
     return *this;
   }
   template <class Function>
-  GRADSCALE_DEVICE void each_bin(int /*part*/, int /*shift*/, Function function) const {
-    function(begin, low_mass);
-    function(begin + 1, high_mass);
+  GRADSCALE_DEVICE void for_each_of(int /*part*/, int /*shift*/, Function function) const {
+    for_each(function);
   }
 };
 
-// A normal distribution around the target. The mass of a bin is a difference of tails (erfc), on the bin's side of the
-// mean.
-struct GaussBins {
+// The masses of GaussTarget in float: differences of tails, on the bin's side of the mean, lose no digits.
+struct GaussTails {
+  using Number = float;
+
+  GRADSCALE_DEVICE static float at(float edge) {
+    return std::copysign(approximate_erfc(std::abs(edge)), edge);
+  }
+  GRADSCALE_DEVICE static float between(float low, float high) {
+    const bool has_middle = bit_cast<int32_t>(low) < 0 && bit_cast<int32_t>(high) >= 0;
+    return low - high + (has_middle ? 2.0f : 0.0f);
+  }
+  GRADSCALE_DEVICE static float around(float below, float above) {
+    return 2 - approximate_erfc(below) - approximate_erfc(above);
+  }
+};
+
+struct GaussBins : GaussTarget<GaussTails> {
   static constexpr int kLanes = 16;
-  int32_t begin, end;
-  float bin_width;  // in sqrt(2) standard deviations
-  float first_edge; // the lower edge of bin `begin`, minus the target, in bins
-  float inverse_total;
 
   GRADSCALE_DEVICE GaussBins(double x, double sigma_ratio, const Support& support)
-      : bin_width(static_cast<float>(kRootOfHalf / sigma_ratio)) {
-    const double position = position_among_bins(transformed_target(x, support), support);
-    const int32_t center = position > 0 ? static_cast<int32_t>(position + 0.5) : 0; // in range for NaN too
-    const auto offset = static_cast<float>(position - center);
-    const auto reach = static_cast<int32_t>(6 / bin_width + 1.5f); // erf is 1 from 5.93 on, in double
-    const int32_t last = support.num_bins - 1;
-    begin = center > reach ? center - reach : 0;
-    end = center + reach < last ? center + reach + 1 : last + 1;
-    first_edge = static_cast<float>(begin - center) - 0.5f - offset;
-    const float below = (static_cast<float>(center) + offset + 0.5f) * bin_width;
-    const float above = (static_cast<float>(last - center) - offset + 0.5f) * bin_width;
-    inverse_total = 1 / (2 - approximate_erfc(below) - approximate_erfc(above));
-  }
-  GRADSCALE_DEVICE bool is_nan() const {
-    return inverse_total != inverse_total;
+      : GaussTarget(x, support, static_cast<float>(kRootOfHalf / sigma_ratio)) {
   }
   GRADSCALE_DEVICE int32_t count_of(int lane) const {
     return __shfl_sync(kWholeWarp, end - begin, lane);
   }
   GRADSCALE_DEVICE GaussBins from_lane(int lane) const {
-    GaussBins result = *this; // bin_width is the same for all rows
+    GaussBins result = *this; // the width is the same for all rows
     result.begin = __shfl_sync(kWholeWarp, begin, lane);
     result.end = __shfl_sync(kWholeWarp, end, lane);
     result.first_edge = __shfl_sync(kWholeWarp, first_edge, lane);
@@ -95,19 +73,10 @@ struct GaussBins {
     return result;
   }
   template <class Function>
-  GRADSCALE_DEVICE void each_bin(int part, int shift, Function function) const {
+  GRADSCALE_DEVICE void for_each_of(int part, int shift, Function function) const {
     const int32_t bins = (end - begin + (1 << shift) - 1) >> shift; // of a part
     const int32_t first = begin + part * bins;
-    const int32_t behind = first + bins < end ? first + bins : end;
-    float edge = first_edge + static_cast<float>(part * bins);
-    float tail = signed_tail(edge * bin_width);
-#pragma unroll 1
-    for (int32_t bin = first; bin < behind; ++bin) {
-      edge += 1;
-      const float next = signed_tail(edge * bin_width);
-      function(bin, mass_between(tail, next) * inverse_total);
-      tail = next;
-    }
+    for_each(first, first + bins < end ? first + bins : end, function);
   }
 };
 
@@ -120,17 +89,13 @@ struct LaneLoss {
 
   const BlockOfRows& block;
   RowsOfWarp warp;
-  float coefficient;       // of the gradient of this lane's row
-  uint32_t counted;        // bit l is set if the row that lane l holds is neither masked nor skipped
-  int holder = 0;          // the lane that holds the numbers of the row being computed; set by begin_row()
-  float target_weight;     // 1 - label_smoothing
-  float smoothing_per_bin; // label_smoothing / width
+  float coefficient; // of the gradient of this lane's row
+  uint32_t counted;  // bit l is set if the row that lane l holds is neither masked nor skipped
+  int holder = 0;    // the lane that holds the numbers of the row being computed; set by begin_row()
+  Smoothing<float> smoothing;
 
   GRADSCALE_DEVICE LaneLoss(const BlockOfRows& block, const RowsOfWarp& warp, bool smooths, int width)
-      : block(block),
-        warp(warp),
-        target_weight(smooths ? static_cast<float>(1 - block.head.label_smoothing) : 1.0f),
-        smoothing_per_bin(smooths ? static_cast<float>(block.head.label_smoothing / width) : 0.0f) {
+      : block(block), warp(warp), smoothing(smooths ? block.head.label_smoothing : 0, width) {
     const RowFactor factor = block.factor_of(warp.own());
     coefficient = static_cast<float>(factor.coefficient);
     counted = __ballot_sync(kWholeWarp, factor.counts && warp.has_row());
@@ -148,10 +113,12 @@ struct LaneLoss {
   }
 };
 
-// log s - sum_j t_j d_j, over the bins j with mass; gradient c (p_j - t_j). LaneRows stores c p_j for all bins.
-// finish() then stores the bins with mass again, with one lane per row, or several if the warp has few rows.
+// Cross-entropy with a sparse target. LaneRows stores the gradient without it for all bins. finish() then stores the
+// bins with mass again, with one lane per row, or several if the warp has few rows.
 template <class Shape, class Bins, bool smooths>
 class BinsLoss : public Shape, public BinSums, public LaneLoss {
+  using Entropy = CrossEntropy<float, 0>;
+
  public:
   using typename Shape::Gradient, typename Shape::Logit, typename Shape::Units, typename Shape::Values;
   static constexpr int kSums = smooths ? 3 : 2, kRowSums = 1;
@@ -176,10 +143,10 @@ class BinsLoss : public Shape, public BinSums, public LaneLoss {
   GRADSCALE_DEVICE void gradient(
       const float (&sums)[kSums], const Units& units, Values& e, const Values&, const Values&) const {
     const float c = held_by<Shape::kLanes>(holder, coefficient);
-    const float per_exponential = c * approximate_reciprocal(sums[kSum]);
+    const auto factors = Entropy::factors({sums[kSum], 1, 0, 0}, approximate_reciprocal(sums[kSum]), c);
 #pragma unroll
     for (float& value : e) {
-      value = smooths ? value * per_exponential - c * smoothing_per_bin : value * per_exponential;
+      value = smooths ? Entropy::gradient(factors, value, smoothing.everywhere) : Entropy::gradient(factors, value);
     }
     if (!smooths && !(std::abs(c) < INFINITY)) { // rarely: 0 * inf outside of the row must not reach the squares
 #pragma unroll
@@ -199,13 +166,13 @@ class BinsLoss : public Shape, public BinSums, public LaneLoss {
 
   GRADSCALE_DEVICE void finish(const RowResults<kSums>& results, const RowsInMemory<Gradient>& to) const {
     const auto& sums = results.sums;
-    const float log_sum = std::log(sums[kSum]), inverse_sum = approximate_reciprocal(sums[kSum]);
+    const float inverse_sum = approximate_reciprocal(sums[kSum]);
     const float unit = Exponent(results.maximum).unit() / kShiftedUnit;
-    float cost = smooths ? sums[kShifted] * (smoothing_per_bin * unit) : 0.0f;
+    float correct = smooths ? sums[kShifted] * (smoothing.everywhere * unit) : 0.0f;
     float square = results.square;
-    finish_bins(results.maximum, inverse_sum, to, cost, square);
+    finish_bins(results.maximum, inverse_sum, to, correct, square);
     const float value = decoded_moment(2 * sums[kMoment] * inverse_sum, support());
-    store(log_sum - cost, value, results.largest_logit, square);
+    store(Entropy{}.loss({sums[kSum], 1, 0, correct}), value, results.largest_logit, square);
   }
 
  private:
@@ -230,13 +197,13 @@ class BinsLoss : public Shape, public BinSums, public LaneLoss {
     return Bins::kLanes == 1 ? value : __shfl_sync(kWholeWarp, value, lane);
   }
 
-  // Adds sum_j t_j d_j to the cost of this lane's row. Stores the gradients of the bins with mass again, now with the
-  // target subtracted, and adds their squares.
+  // Adds the bins with mass to the sum `correct` of this lane's row. Stores the gradients of the bins with mass again,
+  // now with the target subtracted, and adds their squares.
   GRADSCALE_DEVICE void finish_bins(
       float own_maximum,
       float own_inverse_sum,
       const RowsInMemory<Gradient>& to,
-      float& own_cost,
+      float& own_correct,
       float& own_square) const {
     const int lanes_shift = shift();
     // The row whose bins this lane finishes, and the lane that holds its numbers.
@@ -246,28 +213,30 @@ class BinsLoss : public Shape, public BinSums, public LaneLoss {
     const Exponent exponent(from_lane(own_maximum, lane));
     const float inverse_sum = from_lane(own_inverse_sum, lane);
     const float c = from_lane(coefficient, lane);
+    const typename Entropy::Factors factors{1, inverse_sum, inverse_sum, 0};
     const bool is_counted = counts(lane);
-    float cost = 0, square = 0;
+    float correct = 0, square = 0;
     if (index < warp.count) {
       const auto logits =
           warp.at(static_cast<const Logit*>(block.segment.prediction.data), block.segment.prediction.stride);
       const Logit* const x = logits.row(index);
       Gradient* const gradient = to.row(index);
-      bins.each_bin(warp.lane - (index << lanes_shift), lanes_shift, [&](int32_t bin, float mass) {
-        const float d = exponent.difference(to_accumulate(x[bin])), t = mass * target_weight;
-        cost += product(t, d) * exponent.unit(); // an illegal bin (-inf) without mass costs nothing
+      bins.for_each_of(warp.lane - (index << lanes_shift), lanes_shift, [&](int32_t bin, float mass) {
+        const float d = exponent.difference(to_accumulate(x[bin]));
+        correct += Entropy::correct(mass * smoothing.share, d) * exponent.unit();
         if constexpr (Shape::kWantsGradient) {
-          const float value = c * (Exponent::exponential(d) * inverse_sum - (t + smoothing_per_bin));
+          const float t = smooths ? smoothing.smoothed(mass) : mass;
+          const float value = c * Entropy::gradient(factors, Exponent::exponential(d), t);
           square += value * value;
           gradient[bin] = from_accumulate<Gradient, float>(is_counted ? value : 0.0f);
         }
       });
     }
     for (int distance = (1 << lanes_shift) / 2; distance > 0; distance /= 2) {
-      cost += __shfl_xor_sync(kWholeWarp, cost, distance);
+      correct += __shfl_xor_sync(kWholeWarp, correct, distance);
       square += __shfl_xor_sync(kWholeWarp, square, distance);
     }
-    own_cost += from_lane(cost, (warp.row << lanes_shift) & 31);
+    own_correct += from_lane(correct, (warp.row << lanes_shift) & 31);
     own_square += from_lane(square, (warp.row << lanes_shift) & 31);
   }
 
@@ -290,8 +259,8 @@ class PolicyLoss : public Shape, public LaneLoss {
       : LaneLoss(block, warp, kSmooths, Shape::kWidth), entropy_weight_(static_cast<float>(block.head.entropy_weight)) {
     if constexpr (kIsClass) {
       const Segment& segment = block.segment;
-      const int64_t index = static_cast<const int64_t*>(segment.target.data)[warp.own() * segment.target.stride];
-      class_ = index >= 0 && index < Shape::kWidth ? static_cast<int32_t>(index) : -1;
+      const auto* classes = static_cast<const int64_t*>(segment.target.data);
+      class_ = class_of(classes[warp.own() * segment.target.stride], Shape::kWidth);
     }
   }
 
@@ -304,21 +273,21 @@ class PolicyLoss : public Shape, public LaneLoss {
   }
 
   GRADSCALE_DEVICE float target(const Units& units, int n, float t) const {
-    if constexpr (kIsClass) { // a class out of range gives NaN
-      t = row_class_ == units.first + Units::index(n) ? 1.0f : (row_class_ < 0 ? NAN : 0.0f);
+    if constexpr (kIsClass) {
+      t = class_mass(row_class_, units.first + Units::index(n));
     }
     if constexpr (kIsClass || kSmooths) {
-      t = units.exists(n) ? (kSmooths ? t * target_weight + smoothing_per_bin : t) : 0.0f;
+      t = units.exists(n) ? (kSmooths ? smoothing.smoothed(t) : t) : 0.0f;
     }
     return t;
   }
 
   GRADSCALE_DEVICE static void add(float (&sums)[kSums], const Units&, int n, float e, float d, float t) {
-    const float finite = Entropy::finite(d);
-    Entropy::add(sums, e, t, Units::is_inside(n) ? t * finite : product(t, d), finite);
+    const float correct = Units::is_inside(n) ? Entropy::correct_finite(t, d) : Entropy::correct(t, d);
+    Entropy::add(sums, e, t, correct, Entropy::weighted(e, d));
   }
   GRADSCALE_DEVICE static void add_illegal(float (&sums)[kSums], float x, float t) {
-    sums[Entropy::kCorrect] += x == -INFINITY ? product(t, x) : 0.0f;
+    Entropy::add_illegal(sums, x, t);
   }
   GRADSCALE_DEVICE static void add_lane(float (&)[kSums], const Units&) {
   }

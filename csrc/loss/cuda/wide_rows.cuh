@@ -6,6 +6,7 @@
 
 #include "../../cuda/lanes.cuh"
 #include "../../formulas/cross_entropy.h"
+#include "../../formulas/targets.h"
 #include "block_of_rows.cuh"
 
 namespace gradscale {
@@ -42,7 +43,7 @@ class WideRows {
       first(static_cast<const Probability*>(block_.segment.target.data), block_.segment.target.stride);
   Packed<T, unit> logits_[kUnits];
   Packed<Probability, unit> targets_[kUnits];
-  int32_t class_ = 0;     // -1: out of range, which gives NaN
+  int32_t class_ = 0;     // as class_of() returns it
   float class_logit_ = 0; // in thread 0
 
  public:
@@ -68,7 +69,7 @@ class WideRows {
     }
     if constexpr (kIsClass) {
       const int64_t index = static_cast<const int64_t*>(s.target.data)[row_ * s.target.stride];
-      class_ = index >= 0 && index < width ? static_cast<int32_t>(index) : -1;
+      class_ = class_of(index, width);
       if (thread_ == 0 && class_ >= 0) {
         class_logit_ = to_accumulate(static_cast<const T*>(s.prediction.data)[row_ * s.prediction.stride + class_]);
       }
@@ -135,11 +136,10 @@ class WideRows {
 #pragma unroll
       for (int k = 0; k < unit; ++k) {
         if constexpr (kIsClass) {
-          t[k] = class_ == kStep * c + unit * thread_ + k ? 1.0f : (class_ < 0 ? NAN : 0.0f);
+          t[k] = class_mass(class_, kStep * c + unit * thread_ + k);
         }
         if constexpr (kSmooths) {
-          const double smoothing = block_.head.label_smoothing;
-          t[k] = t[k] * static_cast<float>(1 - smoothing) + static_cast<float>(smoothing / width);
+          t[k] = Smoothing<float>(block_.head.label_smoothing, width).smoothed(t[k]);
         }
       }
       function(c, x, t);
@@ -181,12 +181,11 @@ class WideRows {
     each_unit([&](int, const float* x, const float* t) {
 #pragma unroll
       for (int k = 0; k < unit; ++k) {
-        const float d = exponent.difference(x[k]), e = exponent.exponential(d), finite = Entropy::finite(d);
+        const float d = exponent.difference(x[k]), e = exponent.exponential(d);
         if constexpr (kOneHot) {
-          sums[Entropy::kSum] += e;
-          sums[Entropy::kWeighted] += e * finite;
+          Entropy::add_exponential(sums, e, Entropy::weighted(e, d));
         } else {
-          Entropy::add(sums, e, t[k], t[k] * finite, finite);
+          Entropy::add(sums, e, t[k], Entropy::correct_finite(t[k], d), Entropy::weighted(e, d));
         }
       }
     });
@@ -225,7 +224,7 @@ class WideRows {
 #pragma unroll
       for (int k = 0; k < unit; ++k) {
         largest = larger(largest, finite_magnitude(x[k]));
-        sums[Entropy::kCorrect] += !kOneHot && x[k] == -INFINITY ? product(t[k], x[k]) : 0.0f;
+        Entropy::add_illegal(sums, x[k], kOneHot ? 0.0f : t[k]);
       }
     });
     return largest;
