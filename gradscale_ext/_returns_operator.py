@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from . import _context, _distributed, reference
-from . import _native
+from . import _context, _distributed, _native, reference
 from ._native import _C
 from ._trajectories import CLIPS, Discount, MuZeroTargets, Trajectories, result_dtype
 from ._window_values import check_targets, check_values
