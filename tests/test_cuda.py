@@ -976,6 +976,54 @@ def test_statistics(count, dtype, p, device):
         check_close(real(parameter.grad), real(x * total[1]), dtype)
 
 
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_statistics_of_a_tensor_do_not_depend_on_the_others(dtype, p, device):
+    """Tensors of one warp, of one block and of several, unaligned ones and elements that are not finite among them, in
+    lists for one launch and for two. Their results have the same bits, and are right."""
+    generator = torch.Generator().manual_seed(1)
+    bytes_of_one_warp, bytes_of_a_block = 16384, 262144
+    size = torch.empty((), dtype=dtype).element_size()
+    counts = [1, 31, 999, *(n // size + k for n in (bytes_of_one_warp, bytes_of_a_block) for k in (-1, 0, 1))]
+    own = [torch.randn(n + 1, generator=generator).to(device, dtype)[k % 2 :][:n] for k, n in enumerate(counts)]
+    own[2][::7] = 0
+    for tensor in (own[2], own[7]):
+        tensor[3], tensor[-1] = math.nan, -math.inf
+    small = [torch.full((1 + k % 5,), 0.5, device=device, dtype=dtype) for k in range(1100)]
+    norms, numbers, histogram = REFERENCE.tensor_statistics([tensor.double().cpu() for tensor in own], p)
+    found = None
+    for gradients, first in ((own, 0), (small[:5] + own[::-1], 5), (small + own, 1100)):
+        values, counted, bins, *_ = (part.cpu() for part in _C.tensor_statistics(gradients, p)[:3])
+        order = slice(first, first + len(own))
+        result = values[:, order], counted[:, order], bins[order]
+        if gradients[first] is not own[0]:
+            result = result[0].flip(1), result[1].flip(1), result[2].flip(0)
+        found = found or result
+        assert all(torch.equal(ours, before) for ours, before in zip(result, found, strict=True))
+        assert bins[:first].sum().item() == 3 * first
+    assert torch.equal(found[1][:4], numbers[:4])
+    assert torch.equal(found[2], histogram)
+    torch.testing.assert_close(found[0][:2], norms[:2], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_clipping_of_unaligned_gradients(dtype, device):
+    """Of one warp and of several, more than one launch has."""
+    sizes = [1, 3, 130, 1000, 4096, 4097, 9001, *([2] * 1200)]
+    memory = [torch.randn(size + 1).to(device, dtype) for size in sizes]
+    parameters = [torch.zeros(size, device=device, dtype=dtype, requires_grad=True) for size in sizes]
+    for k, parameter in enumerate(parameters):
+        parameter.grad = memory[k][1:] if k % 2 == 0 else memory[k][:-1]
+    before = [part.clone() for part in memory]
+    exact = [parameter.grad.to("cpu", torch.float64, copy=True) for parameter in parameters]
+    gs.clip_gradients_(parameters, 3.0)
+    factor = 3.0 / (math.sqrt(sum(float(gradient.square().sum()) for gradient in exact)) + 1e-6)
+    for k, (parameter, gradient) in enumerate(zip(parameters, exact, strict=True)):
+        check_close(parameter.grad, gradient * factor, dtype)
+        outside = 0 if k % 2 == 0 else -1
+        assert torch.equal(memory[k][outside], before[k][outside])
+
+
 def test_skipping_is_decided_on_the_device(device):
     p = torch.zeros(1000, device=device)
     for bad, expected in ((math.nan, 0.0), (math.inf, 0.0), (1.0, 1000**-0.5)):
@@ -1028,7 +1076,7 @@ def test_adaptive_clipping(dtype, unit, device):
 
 def test_adaptive_clipping_of_many_tensors(device):
     """More than fit into the arguments of a launch."""
-    shapes = [(1 + i % 7, 1 + i % 13) if i % 3 else (1 + i % 50,) for i in range(300)]
+    shapes = [(1 + i % 7, 1 + i % 13) if i % 3 else (1 + i % 50,) for i in range(350)]
     parameters = parameters_of(torch.float32, shapes)
     before = [parameter.grad.clone() for parameter in parameters]
     on_device = [torch.nn.Parameter(parameter.detach().to(device)) for parameter in parameters]

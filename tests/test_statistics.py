@@ -478,6 +478,37 @@ def test_gradients_of_any_layout():
     assert addresses == [p.grad.data_ptr() for p in parameters[:3]]
 
 
+# ---- Launches on a GPU -----------------------------------------------------------------------------------------------
+
+
+def names_of_launches(call):
+    names = []
+    module._C.record_kernels(lambda file, name: names.append(name.split("<")[0]))
+    try:
+        call()
+    finally:
+        module._C.record_kernels(None)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "lists", "has_parts"),
+    [(1000, 1000, 1, False), (1001, 1000, 2, False), (3, 65536, 1, False), (3, 65537, 1, True)],
+    ids=["one list", "two lists", "one block each", "two blocks each"],
+)
+def test_launches(count, size, lists, has_parts):
+    """The arguments of a launch hold the pointers to its tensors, so that no launch only copies them."""
+    parameters = [torch.zeros(size, requires_grad=True) for _ in range(count)]
+    for parameter in parameters:
+        parameter.grad = torch.zeros(size)
+    gradients = [parameter.grad for parameter in parameters]
+    statistics = lists * ["chunk_statistics"] + has_parts * ["tensor_statistics"]
+    assert names_of_launches(lambda: gs.gradient_statistics(gradients)) == statistics
+    clipping = [*statistics, "find_clipping", *lists * ["scaled_units"]]
+    assert names_of_launches(lambda: gs.clip_gradients_(parameters, 1.0)) == clipping
+    assert names_of_launches(lambda: gs.l2_loss(parameters)) == [*lists * ["sums_of_squares"], "squares_total"]
+
+
 def test_only_the_stored_elements_of_a_sparse_gradient_are_changed():
     memory = torch.ones(100)
     gradient = torch.sparse_coo_tensor([[1, 3]], memory[:4].view(2, 2), (20, 2), is_coalesced=True)

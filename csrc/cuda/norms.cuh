@@ -160,17 +160,43 @@ GRADSCALE_DEVICE double sum_of_squares(const T* from, int32_t size, const Group&
 
 // ---- Sums of powers by the threads of a group, as in cpu/range.cpp --------------------------------------------------
 
-// Writes changed(x) for each element, where x is the element in the type of sums.
+// Writes changed(x) for each element, where x is the element in the type of sums. A thread issues the loads of its next
+// windows before it changes the first.
 template <class T, class Change>
 GRADSCALE_DEVICE void change_range(const T* from, T* to, int32_t size, const Group& group, Change changed) {
   using A = Accumulate<T>;
-  each_window(from, size, group, A(0), [&](A* values, int32_t first) {
+  constexpr int kAhead = 4;
+  const Windows<T> windows(from, size);
+  const auto is_whole = [=](int32_t first) { return first >= 0 && first + kVector<T> <= size; };
+  for (int32_t begin = group.rank; begin < windows.count; begin += kAhead * group.size) {
+    Vector<T> now[kAhead];
 #pragma unroll
-    for (int k = 0; k < kVector<T>; ++k) {
-      values[k] = changed(values[k]);
+    for (int c = 0; c < kAhead; ++c) {
+      const int32_t first = windows.first(begin + c * group.size);
+      if (is_whole(first)) {
+        now[c] = load16<Vector<T>>(from + first);
+      }
     }
-    write_elements<kVector<T>>(to, size, first, values);
-  });
+#pragma unroll
+    for (int c = 0; c < kAhead; ++c) {
+      const int32_t first = windows.first(begin + c * group.size);
+      if (is_whole(first)) {
+        A values[kVector<T>];
+#pragma unroll
+        for (int k = 0; k < kVector<T>; ++k) {
+          values[k] = changed(static_cast<A>(to_accumulate(now[c].elements[k])));
+        }
+        write_elements<kVector<T>>(to, size, first, values);
+      } else if (first < size) {
+#pragma unroll
+        for (int k = 0; k < kVector<T>; ++k) {
+          if (first + k >= 0 && first + k < size) {
+            to[first + k] = from_accumulate<T, A>(changed(static_cast<A>(to_accumulate(from[first + k]))));
+          }
+        }
+      }
+    }
+  }
 }
 
 // Scales an element: x / root^2 * factor.

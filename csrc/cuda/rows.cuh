@@ -48,6 +48,16 @@ struct Group {
   }
 };
 
+// The lanes of this warp.
+GRADSCALE_DEVICE Group warp_group() {
+  return {32, static_cast<int>(threadIdx.x) % 32, nullptr};
+}
+
+// The threads of this block, of kThreads threads.
+GRADSCALE_DEVICE Group block_group(double* shared) {
+  return {kThreads, static_cast<int>(threadIdx.x), shared};
+}
+
 // The row of this thread, and the group of threads that owns it. `block` is the number of the thread's block among the
 // blocks that have these rows. A thread beyond the last row is not active, and its row is the last one.
 struct RowOfThread {

@@ -129,7 +129,7 @@ GRADSCALE_KERNEL(kThreads, 2)
 power_sums(GRADSCALE_ARGUMENT(RescaleCall) call) {
   const Chunks chunks = chunks_of(call);
   GRADSCALE_SHARED(double, shared, kWarps);
-  const Group group{kThreads, static_cast<int>(threadIdx.x), shared};
+  const Group group = block_group(shared);
   const Chunk chunk = block_chunk(call, chunks);
   const PowerSum sum = range_power_sum(static_cast<const T*>(call.from) + chunk.begin, chunk.size, call.p, group);
   if (threadIdx.x == 0) {
@@ -142,7 +142,7 @@ GRADSCALE_KERNEL(kThreads, 2)
 rescale_chunks(GRADSCALE_ARGUMENT(RescaleCall) call) {
   const Chunks chunks = chunks_of(call);
   GRADSCALE_SHARED(double, shared, kWarps);
-  const Group group{kThreads, static_cast<int>(threadIdx.x), shared};
+  const Group group = block_group(shared);
   const Chunk chunk = block_chunk(call, chunks);
   const PowerSum* sums = call.sums + chunk.group * chunks.count;
   const PowerSum sum = total_power_sum(sums, chunks.count, call.p, group);

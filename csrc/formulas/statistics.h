@@ -92,6 +92,9 @@ struct StatisticsOut {
   int64_t* histogram; // [count, kHistogramBins]
   int64_t count;
 
+  GRADSCALE_HOST_DEVICE int64_t* histogram_of(int64_t i) const {
+    return histogram + i * kHistogramBins;
+  }
   // Stores the statistics of tensor i. `implicit_zeros` is the number of zeros that a sparse tensor does not store; -1
   // if there is no tensor.
   GRADSCALE_HOST_DEVICE void store(

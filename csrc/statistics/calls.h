@@ -2,7 +2,6 @@
 #pragma once
 
 #include "../cpu/range.h"
-#include "../cuda/table.h"
 #include "../formulas/element.h"
 #include "../formulas/statistics.h"
 
@@ -48,112 +47,144 @@ GRADSCALE_HOST_DEVICE double max_norm_of(const ClippingCall& call) {
   return call.max_norm_on_device == nullptr ? call.max_norm : *call.max_norm_on_device;
 }
 
-// A contiguous tensor of `count` units of `length` numbers each. A unit is a row or the whole tensor.
-struct UnitRange {
-  const void* data;
-  void* out; // the result, of the same type; may be `data`
-  int64_t count;
-  int64_t length; // at least 1
-  Element element;
-  int64_t first; // the index of the first unit among the norms or factors of all units
+// ---- Lists of ranges, in the arguments of kernels
+// ---------------------------------------------------------------------
+
+// The ranges of a launch. They are a part of the kernel's argument, of which the driver, or the CUDA graph that is
+// being captured, keeps its own copy: no memory on the device has to be filled before the launch, or kept for a graph.
+// A list that is too long is divided among launches; a list of few ranges has a smaller type, because an argument is
+// copied whole.
+//
+// First come the `singles`, each of which one warp processes; kWarps of them share a block. Each of the other ranges
+// owns as many consecutive blocks as it needs.
+template <class AnyRange, int bytes>
+struct RangeList {
+  using Range = AnyRange;
+  static constexpr int kBytes = bytes;
+  static constexpr int kCapacity = bytes / static_cast<int>(sizeof(Range));
+
+  int32_t count;
+  int32_t singles;
+  Range ranges[kCapacity];
+
+  GRADSCALE_HOST_DEVICE int64_t blocks_of_singles() const {
+    return (singles + kWarps - 1) / kWarps;
+  }
+  // The range that owns a block after the blocks of the singles.
+  GRADSCALE_HOST_DEVICE const Range& range_for_block(int64_t block) const {
+    int32_t low = singles;
+    int32_t high = count;
+    while (high - low > 1) {
+      const int32_t middle = (low + high) / 2;
+      (ranges[middle].first_block <= block ? low : high) = middle;
+    }
+    return ranges[low];
+  }
 };
 
-// ---- The arguments of kernels ---------------------------------------------------------------------------------------
+constexpr int kFewRanges = 8000;   // bytes
+constexpr int kManyRanges = 32000; // the arguments of a kernel are at most 32764 bytes
 
-constexpr int64_t kChunkOfTensor = 65536; // bytes
+// ---- Tensors --------------------------------------------------------------------------------------------------------
+
+// A tensor in a list. 32 bytes, so that a launch has up to 1000 of them.
+struct ListedTensor {
+  static constexpr const char* kName = "ListedTensor";
+
+  const void* data;
+  int64_t size;
+  int64_t implicit_zeros; // as in TensorRange
+  int32_t first_block;
+  Element element : 8;
+  uint32_t index : 24; // among all tensors of the call
+};
+
+constexpr int64_t kSingleTensor = 16384; // bytes of the largest tensor that one warp processes: 16 loads of each lane
+constexpr int64_t kMostTensors = 1 << 24;
 
 // The number of elements in a chunk of `bytes` bytes.
-GRADSCALE_HOST_DEVICE int64_t elements_per_chunk(const TensorRange& range, int64_t bytes) {
-  return range.element == Element::float64 ? bytes / 8 : (range.element == Element::float32 ? bytes / 4 : bytes / 2);
+GRADSCALE_HOST_DEVICE int64_t elements_per_chunk(const ListedTensor& tensor, int64_t bytes) {
+  return tensor.element == Element::float64 ? bytes / 8 : (tensor.element == Element::float32 ? bytes / 4 : bytes / 2);
 }
 
-// The number of blocks of a range, one for each chunk of `bytes` bytes.
-GRADSCALE_HOST_DEVICE int64_t range_blocks(const TensorRange& range, int64_t bytes) {
-  const int64_t chunk = elements_per_chunk(range, bytes);
-  return (range.size + chunk - 1) / chunk;
+// The number of blocks of a tensor, one for each chunk of `bytes` bytes.
+GRADSCALE_HOST_DEVICE int64_t tensor_blocks(const ListedTensor& tensor, int64_t bytes) {
+  const int64_t chunk = elements_per_chunk(tensor, bytes);
+  return (tensor.size + chunk - 1) / chunk;
 }
 
-// The ranges of a launch. Each range has as many consecutive blocks as it needs.
-template <class Range>
-struct BlockTable {
-  struct Entry {
-    Range range;
-    int64_t first_block;
-  };
+constexpr int64_t kChunkOfSquares = 65536; // bytes
 
-  Table table;
+// The squares of a list of tensors: a sum for each single, then one for each chunk of the others.
+template <class List>
+struct SquaresArguments {
+  List list;
+  double* sums;
+};
+
+// loss = factor * the sum of all squares.
+struct SquaresTotal {
+  const double* sums;
   int64_t count;
-
-  // The entry that owns a block. Empty ranges own no blocks: the last of the ranges that begin at a block owns it.
-  GRADSCALE_HOST_DEVICE const Entry& entry_for_block(int64_t block) const {
-    const auto* entries = table.at<Entry>(0);
-    int64_t low = 0;
-    int64_t high = count;
-    while (high - low > 1) {
-      const int64_t middle = (low + high) / 2;
-      (entries[middle].first_block <= block ? low : high) = middle;
-    }
-    return entries[low];
-  }
-  GRADSCALE_HOST_DEVICE const Entry& operator[](int64_t index) const {
-    return table.at<Entry>(0)[index];
-  }
-};
-
-using RangeTable = BlockTable<TensorRange>;
-using UnitTable = BlockTable<UnitRange>;
-
-// The chunk that a block works on.
-struct ChunkOfTensor {
-  const RangeTable::Entry& entry;
-  int64_t begin;
-  int32_t size;
-};
-
-// The chunk of a block. `bytes` is the size of a full chunk.
-GRADSCALE_HOST_DEVICE ChunkOfTensor chunk_of_block(const RangeTable& table, int64_t block, int64_t bytes) {
-  const RangeTable::Entry& entry = table.entry_for_block(block);
-  const int64_t chunk = elements_per_chunk(entry.range, bytes);
-  const int64_t begin = (block - entry.first_block) * chunk;
-  const int64_t rest = entry.range.size - begin;
-  return {entry, begin, static_cast<int32_t>(rest < chunk ? rest : chunk)};
-}
-
-// loss = factor * the sum of squares.
-struct Squares {
-  RangeTable table;
-  double* sums;  // of the chunks
-  int64_t count; // of chunks
   double factor;
   Slab loss;
 };
 
 constexpr int64_t kChunkOfStatistics = 1024 * kThreads; // bytes
 
+template <class List>
 struct StatisticsArguments {
-  RangeTable table;
-  ChunkStatistics* chunks;
+  List list;
+  ChunkStatistics* chunks; // of the tensors that have several, in the order of their blocks
   double p;
   StatisticsOut out;
 };
 
 // ---- Units ----------------------------------------------------------------------------------------------------------
 
-constexpr int64_t kPieceOfUnit = 4096; // numbers; a warp computes one piece
-constexpr int64_t kPiecesOfBlock = kThreads / 32;
+// A contiguous tensor of `count` units of `length` numbers each. A unit is a row or the whole tensor.
+struct UnitRange {
+  static constexpr const char* kName = "UnitRange";
 
-GRADSCALE_HOST_DEVICE int64_t pieces_per_unit(const UnitRange& range) {
+  const void* data;
+  void* out; // the result, of the same type; may be `data`
+  int64_t count;
+  int64_t length; // at least 1
+  int64_t first;  // the index of the first unit among the norms or factors of all units
+  Element element;
+  int32_t first_block;
+};
+
+// A contiguous tensor that is one unit; its norm or factor is the first one. A launch has up to 1000 of them.
+struct WholeRange {
+  static constexpr const char* kName = "WholeRange";
+  static constexpr int64_t count = 1;
+  static constexpr int64_t first = 0;
+
+  const void* data;
+  void* out;
+  int64_t length;
+  Element element;
+  int32_t first_block;
+};
+
+constexpr int64_t kPieceOfUnit = 4096; // numbers; a warp computes one piece
+
+template <class AnyUnits>
+GRADSCALE_HOST_DEVICE int64_t pieces_per_unit(const AnyUnits& range) {
   return (range.length + kPieceOfUnit - 1) / kPieceOfUnit;
 }
 
+template <class List>
 struct UnitNormsArguments {
-  UnitTable table;
+  List list;
   PowerSum* sums; // of the pieces
   double* norms;
 };
 
+template <class List>
 struct ScaledUnits {
-  UnitTable table;
+  List list;
   Slab factors;
   double times; // of each factor
   bool zeros;   // a factor of 0 sets all elements to 0, even NaN and inf

@@ -147,13 +147,6 @@ std::pair<at::Tensor, at::Tensor> unit_factors(
   return result;
 }
 
-void launch_scaled_units(
-    const std::vector<UnitRange>& ranges, const Slab& factors, double times, bool zeros, const OnDevice& device) {
-  const auto blocks = blocks_of_pieces(ranges, device);
-  const ScaledUnits arguments{blocks.table, factors, times, zeros};
-  device.launch("statistics/clip_gradients.cuh", "scaled_units", blocks.count, kThreads, arguments);
-}
-
 void clip_units(const std::vector<at::Tensor>& tensors, const at::Tensor& factors, bool rows, bool skip_nonfinite) {
   std::vector<Target> targets; // made before anything is written, because target_of() may raise
   std::vector<UnitRange> ranges;
@@ -172,17 +165,25 @@ void clip_units(const std::vector<at::Tensor>& tensors, const at::Tensor& factor
            data,
            units.count,
            units.length * (memory.is_complex() ? 2 : 1),
+           is_one_for_all ? 0 : count,
            element_of(memory),
-           is_one_for_all ? 0 : count});
+           /*first_block=*/0});
     }
     count += units.count;
   }
   TORCH_CHECK(
       is_one_for_all || factors.numel() == count, "clip_units: ", count, " units, but ", factors.numel(), " factors");
-  if (runs_kernels(factors.device())) {
-    launch_scaled_units(ranges, slab_of(factors), /*times=*/1, skip_nonfinite, OnDevice(factors.device()));
-  } else {
+  if (!runs_kernels(factors.device())) {
     clip_on_cpu(ranges, factors.const_data_ptr<double>(), skip_nonfinite);
+  } else if (is_one_for_all) {
+    std::vector<WholeRange> whole;
+    whole.reserve(ranges.size());
+    for (const UnitRange& range : ranges) {
+      whole.push_back({range.data, range.out, range.length, range.element, /*first_block=*/0});
+    }
+    launch_scaled_units(whole, slab_of(factors), /*times=*/1, skip_nonfinite, OnDevice(factors.device()));
+  } else {
+    launch_scaled_units(ranges, slab_of(factors), /*times=*/1, skip_nonfinite, OnDevice(factors.device()));
   }
   finish(tensors, targets);
 }

@@ -8,14 +8,13 @@
 //                 result replaces them. It also computes the gradient of l2_loss.
 #pragma once
 
-#include "../cuda/norms.cuh"
-#include "calls.h"
+#include "lists.cuh"
 
 namespace gradscale {
 
 GRADSCALE_KERNEL(kThreads, 2) find_clipping(GRADSCALE_ARGUMENT(ClippingCall) call) {
   GRADSCALE_SHARED(double, shared, kWarps);
-  const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
+  const Group block = block_group(shared);
   double largest = 0;
   int64_t nans = 0;
   int64_t infs = 0;
@@ -38,56 +37,59 @@ GRADSCALE_KERNEL(kThreads, 2) find_clipping(GRADSCALE_ARGUMENT(ClippingCall) cal
   }
 }
 
-// The piece that this warp works on.
+// The piece that this warp works on. It does not exist for some warps of the last block of a range.
+template <class Range>
 struct PieceOfUnit {
-  const UnitTable::Entry& entry;
-  int64_t unit; // entry.range.count or more if this warp has no piece
-  int64_t pieces;
+  const Range& range;
+  bool exists;
+  int64_t unit;
+  int64_t pieces; // of the unit
   int64_t piece;
 
-  GRADSCALE_DEVICE bool exists() const {
-    return unit < entry.range.count;
-  }
   GRADSCALE_DEVICE int64_t begin() const {
-    return unit * entry.range.length + piece * kPieceOfUnit;
+    return unit * range.length + piece * kPieceOfUnit;
   }
   GRADSCALE_DEVICE int32_t size() const {
-    const int64_t rest = entry.range.length - piece * kPieceOfUnit;
+    const int64_t rest = range.length - piece * kPieceOfUnit;
     return static_cast<int32_t>(rest < kPieceOfUnit ? rest : kPieceOfUnit);
   }
 };
 
-GRADSCALE_DEVICE PieceOfUnit warp_piece(const UnitTable& table) {
-  const UnitTable::Entry& entry = table.entry_for_block(blockIdx.x);
-  const int64_t index = (blockIdx.x - entry.first_block) * kPiecesOfBlock + threadIdx.x / 32;
-  const int64_t pieces = pieces_per_unit(entry.range);
-  return {entry, index / pieces, pieces, index % pieces};
+template <class List>
+GRADSCALE_DEVICE auto warp_piece(const List& list) {
+  using Piece = PieceOfUnit<typename List::Range>;
+  if (is_block_of_singles(list)) {
+    const int64_t index = warp_index();
+    return Piece{list.ranges[index], index < list.singles, 0, 1, 0};
+  }
+  const auto& range = list.range_for_block(blockIdx.x);
+  const int64_t index = (static_cast<int32_t>(blockIdx.x) - range.first_block) * kWarps + threadIdx.x / 32;
+  const int64_t pieces = pieces_per_unit(range);
+  if (range.count == 1) { // without divisions
+    return Piece{range, index < pieces, 0, pieces, index};
+  }
+  return Piece{range, index < pieces * range.count, index / pieces, pieces, index % pieces};
 }
 
-// The index of this warp among all warps of the launch. The sum of its piece has the same index.
-GRADSCALE_DEVICE int64_t warp_index() {
-  return static_cast<int64_t>(blockIdx.x) * kPiecesOfBlock + threadIdx.x / 32;
-}
-
-GRADSCALE_DEVICE Group warp_group() {
-  return {32, static_cast<int>(threadIdx.x) % 32, nullptr};
-}
-
-GRADSCALE_DEVICE void store_norm(const UnitNormsArguments& arguments, const PieceOfUnit& piece, const PowerSum& sum) {
+template <class List, class Range>
+GRADSCALE_DEVICE void store_norm(
+    const UnitNormsArguments<List>& arguments, const PieceOfUnit<Range>& piece, const PowerSum& sum) {
   if (threadIdx.x % 32 == 0) {
-    arguments.norms[piece.entry.range.first + piece.unit] = norm_of(sum.sum, 2) * sum.root * sum.root;
+    arguments.norms[piece.range.first + piece.unit] = norm_of(sum.sum, 2) * sum.root * sum.root;
   }
 }
 
-GRADSCALE_KERNEL(kThreads, 2) unit_sums(GRADSCALE_ARGUMENT(UnitNormsArguments) arguments) {
-  const PieceOfUnit piece = warp_piece(arguments.table);
-  if (!piece.exists()) { // the same for all of the warp
+template <class List>
+GRADSCALE_KERNEL(kThreads, 2)
+unit_sums(GRADSCALE_ARGUMENT(UnitNormsArguments<List>) arguments) {
+  const auto piece = warp_piece(arguments.list);
+  if (!piece.exists) { // the same for all of the warp
     return;
   }
   PowerSum sum{0, 1};
-  dispatch_element(piece.entry.range.element, [&](auto type) {
+  dispatch_element(piece.range.element, [&](auto type) {
     using T = decltype(type);
-    const T* data = static_cast<const T*>(piece.entry.range.data) + piece.begin();
+    const T* data = static_cast<const T*>(piece.range.data) + piece.begin();
     sum = range_power_sum(data, piece.size(), 2.0, warp_group());
   });
   if (piece.pieces == 1) {
@@ -97,20 +99,24 @@ GRADSCALE_KERNEL(kThreads, 2) unit_sums(GRADSCALE_ARGUMENT(UnitNormsArguments) a
   }
 }
 
-GRADSCALE_KERNEL(kThreads, 2) unit_norms(GRADSCALE_ARGUMENT(UnitNormsArguments) arguments) {
-  const PieceOfUnit piece = warp_piece(arguments.table);
-  if (piece.exists() && piece.pieces > 1 && piece.piece == 0) { // the same for all of the warp
+template <class List>
+GRADSCALE_KERNEL(kThreads, 2)
+unit_norms(GRADSCALE_ARGUMENT(UnitNormsArguments<List>) arguments) {
+  const auto piece = warp_piece(arguments.list);
+  if (piece.exists && piece.pieces > 1 && piece.piece == 0) { // the same for all of the warp
     const PowerSum* sums = arguments.sums + warp_index();
     store_norm(arguments, piece, total_power_sum(sums, piece.pieces, 2.0, warp_group()));
   }
 }
 
-GRADSCALE_KERNEL(kThreads, 2) scaled_units(GRADSCALE_ARGUMENT(ScaledUnits) arguments) {
-  const PieceOfUnit piece = warp_piece(arguments.table);
-  if (!piece.exists()) {
+template <class List>
+GRADSCALE_KERNEL(kThreads, 4)
+scaled_units(GRADSCALE_ARGUMENT(ScaledUnits<List>) arguments) {
+  const auto piece = warp_piece(arguments.list);
+  if (!piece.exists) {
     return;
   }
-  const UnitRange& range = piece.entry.range;
+  const auto& range = piece.range;
   const double factor = arguments.times * arguments.factors.load(range.first + piece.unit);
   if (factor == 1 && range.data == range.out) {
     return;

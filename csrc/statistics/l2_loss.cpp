@@ -30,20 +30,27 @@ double sum_of_squares(const std::vector<TensorRange>& ranges) {
 // loss = factor * sum of squares.
 void launch_squares(const std::vector<TensorRange>& ranges, double factor, const at::Tensor& loss) {
   const OnDevice device(loss.device());
-  const auto blocks = blocks_of_chunks(ranges, device, kChunkOfTensor);
-  const at::Tensor memory = device.memory(blocks.count * static_cast<int64_t>(sizeof(double)));
-  auto* sums = static_cast<double*>(memory.mutable_data_ptr());
-  const Squares squares{blocks.table, sums, blocks.count, factor, slab_of(loss)};
   constexpr const char* file = "statistics/l2_loss.cuh";
-  device.launch(file, "sums_of_squares", blocks.count, kThreads, squares);
-  device.launch(file, "squares_total", 1, kThreads, squares);
+  int64_t most_sums = 0; // one for each tensor, or for each of its chunks
+  for (const TensorRange& range : ranges) {
+    most_sums += 1 + range.size * element_size(range.element) / kChunkOfSquares;
+  }
+  const at::Tensor memory = device.memory(most_sums * static_cast<int64_t>(sizeof(double)));
+  auto* const sums = static_cast<double*>(memory.mutable_data_ptr());
+  int64_t count = 0;
+  for_each_list_of_tensors(ranges, kChunkOfSquares, [&](const auto& list, int64_t blocks) {
+    const SquaresArguments<std::decay_t<decltype(list)>> arguments{list, sums + count};
+    device.launch(file, instance("sums_of_squares", {type_name(list)}), blocks, kThreads, arguments);
+    count += list.singles + blocks - list.blocks_of_singles();
+  });
+  device.launch(file, "squares_total", 1, kThreads, SquaresTotal{sums, count, factor, slab_of(loss)});
 }
 
 // Computes the wanted gradients; the others are undefined.
 autograd::variable_list gradients_on_device(
     const std::vector<at::Tensor>& wanted, double factor, const at::Tensor& grad_output) {
   autograd::variable_list gradients(wanted.size());
-  std::vector<UnitRange> ranges;         // one unit each
+  std::vector<WholeRange> ranges;
   std::vector<at::Tensor> dense_tensors; // keep the memory alive that `ranges` points to
   for (size_t i = 0; i < wanted.size(); ++i) {
     if (wanted[i].defined()) {
@@ -52,7 +59,7 @@ autograd::variable_list gradients_on_device(
       dense_tensors.push_back(dense);
       if (dense.numel() > 0) {
         void* out = gradients[i].mutable_data_ptr();
-        ranges.push_back({dense.const_data_ptr(), out, 1, dense.numel(), element_of(dense), /*first=*/0});
+        ranges.push_back({dense.const_data_ptr(), out, dense.numel(), element_of(dense), /*first_block=*/0});
       }
     }
   }

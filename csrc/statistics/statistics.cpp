@@ -162,7 +162,7 @@ void run(
   for (size_t i = 0; i < ranges.size(); ++i) {
     ElementSums sums = no_elements();
     int64_t zeros = 0, nans = 0, infs = 0;
-    int64_t* histogram = out.histogram + i * kHistogramBins;
+    int64_t* histogram = out.histogram_of(static_cast<int64_t>(i));
     for (; next < chunks.size() && chunks[next].range == i; ++next) {
       const ChunkStatistics& chunk = statistics[next];
       sums = added(sums, chunk.sums, p);
@@ -179,13 +179,25 @@ void run(
 
 void launch_statistics(
     const std::vector<TensorRange>& ranges, double p, const StatisticsOut& out, const OnDevice& device) {
-  const auto blocks = blocks_of_chunks(ranges, device, kChunkOfStatistics);
-  const at::Tensor memory = device.memory(blocks.count * static_cast<int64_t>(sizeof(ChunkStatistics)));
-  const StatisticsArguments arguments{blocks.table, static_cast<ChunkStatistics*>(memory.mutable_data_ptr()), p, out};
-  const std::string name = p == 2 || std::isinf(p) ? "chunk_statistics<true>" : "chunk_statistics<false>";
-  constexpr const char* file = "statistics/statistics.cuh";
-  device.launch(file, name, blocks.count, kThreads, arguments);
-  device.launch(file, "tensor_statistics", out.count, kThreads, arguments);
+  const bool windows = p == 2 || std::isinf(p);
+  const auto has_chunks = [](const ListedTensor& tensor) { return tensor_blocks(tensor, kChunkOfStatistics) > 1; };
+  for_each_list_of_tensors(ranges, kChunkOfStatistics, [&](const auto& list, int64_t blocks) {
+    StatisticsArguments<std::decay_t<decltype(list)>> arguments{list, nullptr, p, out};
+    constexpr const char* file = "statistics/statistics.cuh";
+    const std::string name = instance("chunk_statistics", {windows ? "true" : "false", type_name(list)});
+    const bool has_parts = std::any_of(list.ranges + list.singles, list.ranges + list.count, has_chunks);
+    at::Tensor memory;
+    if (has_parts) {
+      const int64_t chunks = blocks - list.blocks_of_singles();
+      memory = device.memory(chunks * static_cast<int64_t>(sizeof(ChunkStatistics)));
+      arguments.chunks = static_cast<ChunkStatistics*>(memory.mutable_data_ptr());
+    }
+    device.launch(file, name, blocks, kThreads, arguments);
+    if (has_parts) {
+      const int64_t tensors = list.count - list.singles;
+      device.launch(file, instance("tensor_statistics", {type_name(list)}), tensors, kThreads, arguments);
+    }
+  });
 }
 
 // Pairs gradients with their weights, and counts the units. Copies tensors whose units are not blocks of memory, and
@@ -217,25 +229,34 @@ void launch_unit_norms(const std::vector<UnitPair>& pairs, const UnitNorms& out,
     if (units.count > 0 && units.length > 0) {
       const int64_t numbers = pair.weight.is_complex() ? 2 : 1;
       ranges.push_back(
-          {pair.gradient.const_data_ptr(), nullptr, units.count, units.length, element_of(pair.gradient), pair.first});
+          {pair.gradient.const_data_ptr(),
+           nullptr,
+           units.count,
+           units.length,
+           pair.first,
+           element_of(pair.gradient),
+           0});
       ranges.push_back(
           {pair.weight.const_data_ptr(),
            nullptr,
            units.count,
            numbers * units.length,
+           out.count + pair.first,
            element_of(pair.weight),
-           out.count + pair.first});
+           /*first_block=*/0});
     }
   }
-  const auto blocks = blocks_of_pieces(ranges, device);
-  const at::Tensor memory = device.memory(blocks.count * kPiecesOfBlock * static_cast<int64_t>(sizeof(PowerSum)));
-  const UnitNormsArguments arguments{blocks.table, static_cast<PowerSum*>(memory.mutable_data_ptr()), out.norms};
-  constexpr const char* file = "statistics/clip_gradients.cuh";
-  device.launch(file, "unit_sums", blocks.count, kThreads, arguments);
   const auto has_pieces = [](const UnitRange& range) { return pieces_per_unit(range) > 1; };
-  if (std::any_of(ranges.begin(), ranges.end(), has_pieces)) {
-    device.launch(file, "unit_norms", blocks.count, kThreads, arguments);
-  }
+  for_each_list_of_units(ranges, [&](const auto& list, int64_t blocks) {
+    const at::Tensor memory = device.memory(blocks * kWarps * static_cast<int64_t>(sizeof(PowerSum)));
+    const UnitNormsArguments<std::decay_t<decltype(list)>> arguments{
+        list, static_cast<PowerSum*>(memory.mutable_data_ptr()), out.norms};
+    constexpr const char* file = "statistics/clip_gradients.cuh";
+    device.launch(file, instance("unit_sums", {type_name(list)}), blocks, kThreads, arguments);
+    if (std::any_of(list.ranges + list.singles, list.ranges + list.count, has_pieces)) {
+      device.launch(file, instance("unit_norms", {type_name(list)}), blocks, kThreads, arguments);
+    }
+  });
 }
 
 } // namespace

@@ -1,44 +1,96 @@
 // Statistics of many tensors.
 //
-// chunk_statistics    one block for each chunk of each tensor. Elements are read once, 128 bytes per thread at a time.
-//                     They are counted by their exponents in 32 KB of shared memory, with atomic additions of integers
-//                     in which no two lanes of a warp use the same address. Three blocks share a multiprocessor, so
-//                     that 96 KB of loads are in flight.
-// tensor_statistics   one block for each tensor adds the statistics of its chunks, in their order. It reads 300 bytes
-//                     for each 256 KiB of the tensor.
+// chunk_statistics    one warp for each tensor of up to 16 KB, and one block for each chunk of a larger one. Elements
+// are
+//                     read once, 128 bytes per thread at a time. They are counted by their exponents in 32 KB of shared
+//                     memory, with atomic additions of integers. A block has a counter for each exponent and lane; a
+//                     warp has one for each bin and two lanes, because it may have only an eighth of the memory. Three
+//                     blocks share a multiprocessor, so that 96 KB of loads are in flight.
+// tensor_statistics   if a tensor has several chunks: one block for each of the larger tensors adds the statistics of
+//                     its chunks, in their order. It reads 300 bytes for each 256 KiB of the tensor.
 #pragma once
 
-#include "../cuda/norms.cuh"
-#include "calls.h"
+#include "lists.cuh"
 
 namespace gradscale {
 
 // ---- Octaves --------------------------------------------------------------------------------------------------------
 
-// A histogram of octaves in shared memory: how many elements there are of each exponent of float.
+// Histograms of octaves in shared memory: how many elements there are of each exponent of float, or in each bin.
+// Counters are integers, so that the order of additions does not matter. Zeros are counted as the smallest numbers.
 
-// Each lane has counters of its own, in a bank of its own, so that the lanes of a warp never wait for each other,
-// however alike their elements are. The warps share the counters. Counters are integers, so that the order of additions
-// does not matter.
-struct OctaveCounters {
+constexpr int32_t kBias = Magnitude<float>::kBias;
+
+struct alignas(16) FourCounters {
+  uint32_t counts[4];
+};
+
+constexpr int kFourCounters = 2048; // of a block
+
+// The sum of a row of `size` counters. Threads begin in different columns, and so in different banks.
+template <int size>
+GRADSCALE_DEVICE int32_t total_of(const FourCounters* row) {
+  uint32_t sum = 0;
+#pragma unroll
+  for (int i = 0; i < size / 4; ++i) {
+    const FourCounters four = row[(threadIdx.x + i) % (size / 4)];
+    sum += four.counts[0] + four.counts[1] + (four.counts[2] + four.counts[3]);
+  }
+  return static_cast<int32_t>(sum);
+}
+
+// The counters of a warp: two lanes share the counters of all bins. Elements that are not finite are counted in the
+// last bin.
+struct BinsOfWarp {
+  static constexpr int kColumns = 16;
+  static constexpr int kFours = kHistogramBins * kColumns / 4;
+
+  FourCounters* counters; // [kHistogramBins, kColumns / 4]
+  SharedAddress own;      // the first counter of this lane
+
+  // Clears the counters of this warp. Call __syncwarp() before counting.
+  GRADSCALE_DEVICE explicit BinsOfWarp(FourCounters* shared)
+      : counters(shared + threadIdx.x / 32 * kFours),
+        own(shared_address(reinterpret_cast<unsigned*>(counters) + threadIdx.x % kColumns)) {
+    static_assert(kWarps * kFours == kFourCounters);
+    for (int i = threadIdx.x % 32; i < kFours; i += 32) {
+      counters[i] = {};
+    }
+  }
+  GRADSCALE_DEVICE void count_bin(int32_t bin) const {
+    count_one(own + bin * (4 * kColumns));
+  }
+  GRADSCALE_DEVICE void count(float number) const {
+    const int32_t exponent = (bit_cast<int32_t>(number) & 0x7f800000) >> Magnitude<float>::kFractionBits;
+    count_bin(exponent_bin(exponent - kBias));
+  }
+  // Stores the bins. Call __syncwarp() after counting. `zeros` and `nonfinite` are the numbers of elements that were
+  // counted but are in no bin.
+  template <class Count>
+  GRADSCALE_DEVICE void store(Count* histogram, int32_t zeros, int32_t nonfinite) const {
+    for (int bin = threadIdx.x % 32; bin < kHistogramBins; bin += 32) {
+      const int32_t others = bin == 0 ? zeros : (bin == kHistogramBins - 1 ? nonfinite : 0);
+      histogram[bin] = total_of<kColumns>(counters + bin * (kColumns / 4)) - others;
+    }
+  }
+};
+
+// The counters of a block. Each lane has counters of its own, in a bank of its own, so that the lanes of a warp never
+// wait for each other, however alike their elements are. The warps share the counters.
+struct ExponentsOfBlock {
   static constexpr int kExponents = 256; // the last one is the exponent of inf and NaN
-  static constexpr int kCount = 32 * kExponents;
-  static constexpr int32_t kBias = Magnitude<float>::kBias;
 
-  struct alignas(16) Four {
-    uint32_t counts[4];
-  };
-
-  unsigned* counters; // [kExponents, 32]
-  int* ends;          // the first bin and the last one, which have many exponents
-  SharedAddress own;  // the first counter of this lane
+  FourCounters* counters; // [kExponents, 8]
+  int* ends;              // the first bin and the last one, which have many exponents
+  SharedAddress own;      // the first counter of this lane
 
   // Clears the counters. Call __syncthreads() before counting.
-  GRADSCALE_DEVICE OctaveCounters(Four* shared, int* shared_ends)
-      : counters(reinterpret_cast<unsigned*>(shared)),
+  GRADSCALE_DEVICE ExponentsOfBlock(FourCounters* shared, int* shared_ends)
+      : counters(shared),
         ends(shared_ends),
-        own(shared_address(counters + threadIdx.x % 32)) {
-    for (int i = threadIdx.x; i < kCount / 4; i += kThreads) {
+        own(shared_address(reinterpret_cast<unsigned*>(shared) + threadIdx.x % 32)) {
+    static_assert(8 * kExponents == kFourCounters);
+    for (int i = threadIdx.x; i < kFourCounters; i += kThreads) {
       shared[i] = {};
     }
     if (threadIdx.x < 2) {
@@ -50,33 +102,16 @@ struct OctaveCounters {
     const uint32_t exponent = bit_cast<uint32_t>(number) & 0x7f800000;
     count_one(own + (exponent >> 16)); // 32 counters of 4 bytes for each exponent
   }
-  template <class T>
-  GRADSCALE_DEVICE void count(const Window<T>& window) const {
-#pragma unroll
-    for (int k = 0; k < Window<T>::kSize; ++k) {
-      count(window[k]);
-    }
-  }
   // Counts a number by its bin.
   GRADSCALE_DEVICE void count_bin(int32_t bin) const {
     count(bit_cast<float>((bin + kFirstEdge - 1 + kBias) << Magnitude<float>::kFractionBits));
   }
-  // The number of elements of one exponent. Threads begin in different columns, and so in different banks.
-  GRADSCALE_DEVICE int32_t total(int exponent) const {
-    const Four* const row = reinterpret_cast<const Four*>(counters) + 8 * exponent;
-    uint32_t sum = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const Four four = row[(threadIdx.x + i) % 8];
-      sum += four.counts[0] + four.counts[1] + (four.counts[2] + four.counts[3]);
-    }
-    return static_cast<int32_t>(sum);
-  }
   // Stores the bins. Call __syncthreads() after counting. `zeros` is the number of zeros that were counted, which are
   // in no bin; only the first thread's value is used.
-  GRADSCALE_DEVICE void store(int32_t* histogram, int32_t zeros) const {
+  template <class Count>
+  GRADSCALE_DEVICE void store(Count* histogram, int32_t zeros, int32_t) const {
     for (int exponent = threadIdx.x; exponent < kExponents - 1; exponent += kThreads) {
-      const int32_t count = total(exponent);
+      const int32_t count = total_of<32>(counters + 8 * exponent);
       const int32_t bin = exponent_bin(exponent - kBias);
       if (bin > 0 && bin < kHistogramBins - 1) {
         histogram[bin] = count;
@@ -166,7 +201,8 @@ struct WindowSums {
 
   // All threads of the warp add their windows and count their octaves. Returns false if the windows were not added,
   // because float would lose precision or an element is not finite; their octaves are counted then too.
-  GRADSCALE_DEVICE bool add(const Window<T> (&windows)[kWindowsAtOnce], const OctaveCounters& octaves) {
+  template <class Octaves>
+  GRADSCALE_DEVICE bool add(const Window<T> (&windows)[kWindowsAtOnce], const Octaves& octaves) {
     WindowSums next = *this;
     Extremes<T> extremes;
     float all_squares = 0;
@@ -177,7 +213,10 @@ struct WindowSums {
       next.squares += static_cast<double>(squares);
       next.sum += static_cast<double>(window.sum());
       extremes.add(window);
-      octaves.count(window);
+#pragma unroll
+      for (int k = 0; k < Window<T>::kSize; ++k) {
+        octaves.count(window[k]);
+      }
     }
     const float most = extremes.largest();
     next.largest = larger(next.largest, most);
@@ -213,33 +252,33 @@ struct WindowSums {
 };
 
 // Sums this thread's windows of a chunk, and counts their octaves. The windows are distributed over the warps of the
-// block. Each lane has the same number of windows. Those beyond the chunk are zeros, which octaves.count() counts too.
-template <class T>
-GRADSCALE_DEVICE ChunkSums window_sums(const T* data, int32_t size, const OctaveCounters& octaves) {
+// group. Each lane has the same number of windows. Those beyond the chunk are zeros, which are counted too.
+template <class T, class Octaves>
+GRADSCALE_DEVICE ChunkSums window_sums(const T* data, int32_t size, const Octaves& octaves, const Group& group) {
   constexpr int32_t kOfWarp = 32 * kWindowsAtOnce;
   const Windows<T> windows(data, size);
-  const int32_t lane = threadIdx.x % 32;
+  const int32_t lane = group.rank % 32;
   WindowSums<T> own;
-  for (int32_t begin = threadIdx.x / 32 * kOfWarp; begin < windows.count; begin += kWarps * kOfWarp) {
+  for (int32_t begin = group.rank / 32 * kOfWarp; begin < windows.count; begin += group.size * kWindowsAtOnce) {
     const int32_t first = windows.first(begin);
-    const bool whole = first >= 0 && first + kOfWarp * Window<T>::kSize <= size; // the same for all of the warp
-    bool added = false;
-    if (whole) {
+    Window<T> now[kWindowsAtOnce];
+    if (first >= 0 && first + kOfWarp * Window<T>::kSize <= size) { // the same for all of the warp
       const T* const own_data = data + first + lane * Window<T>::kSize;
-      Window<T> now[kWindowsAtOnce];
 #pragma unroll
       for (int c = 0; c < kWindowsAtOnce; ++c) {
         now[c] = read16<Window<T>>(own_data + 32 * c * Window<T>::kSize);
       }
-      added = own.add(now, octaves);
-    }
-#pragma unroll 1
-    for (int c = added ? kWindowsAtOnce : 0; c < kWindowsAtOnce; ++c) { // read again, because registers are few
-      const Window<T> window = read_window(data, size, windows.first(begin + 32 * c + lane));
-      if (!whole) {
-        octaves.count(window);
+    } else {
+#pragma unroll
+      for (int c = 0; c < kWindowsAtOnce; ++c) {
+        now[c] = read_window(data, size, windows.first(begin + 32 * c + lane));
       }
-      own.add_each(window);
+    }
+    if (!own.add(now, octaves)) {
+#pragma unroll 1
+      for (int c = 0; c < kWindowsAtOnce; ++c) { // read again, because registers are few
+        own.add_each(read_window(data, size, windows.first(begin + 32 * c + lane)));
+      }
     }
   }
   return {own.squares, own.sum, static_cast<double>(own.largest), own.zeros, own.nans, own.infs};
@@ -255,14 +294,14 @@ GRADSCALE_DEVICE int32_t zeros_beside(const T* data, int32_t size) {
 
 // ---- Sums of elements, for float64 and other norms ------------------------------------------------------------------
 
-// Adds up (|g| reciprocal^2)^p, and g reciprocal^2, of the finite elements over the block.
+// Adds up (|g| reciprocal^2)^p, and g reciprocal^2, of the finite elements over the group.
 template <class T>
 GRADSCALE_DEVICE void add_finite(
-    const T* data, int32_t size, double p, double reciprocal, const Group& block, double& powers, double& sum) {
+    const T* data, int32_t size, double p, double reciprocal, const Group& group, double& powers, double& sum) {
   using A = Accumulate<T>;
   double own_powers = 0;
   double own_sum = 0;
-  each_window(data, size, block, A(0), [&](const A* values, int32_t) { // 0 outside of the range adds nothing
+  each_window(data, size, group, A(0), [&](const A* values, int32_t) { // 0 outside of the range adds nothing
 #pragma unroll
     for (int k = 0; k < kVector<T>; ++k) {
       if (Magnitude<A>::bits(values[k]) < Magnitude<A>::kInfinity) {
@@ -272,18 +311,18 @@ GRADSCALE_DEVICE void add_finite(
       }
     }
   });
-  powers = block.sum(own_powers);
-  sum = block.sum(own_sum);
+  powers = group.sum(own_powers);
+  sum = group.sum(own_sum);
 }
 
-// Adds up this thread's elements one by one, and counts them by octaves (exponents). Zeros are counted too.
-template <class T>
+// Adds up this thread's elements one by one, and counts their octaves.
+template <class T, class Octaves>
 GRADSCALE_DEVICE ChunkSums
-element_sums(const T* data, int32_t size, double p, const OctaveCounters& octaves, const Group& block) {
+element_sums(const T* data, int32_t size, double p, const Octaves& octaves, const Group& group) {
   using A = Accumulate<T>;
   using M = Magnitude<A>;
   ChunkSums own{0, 0, 0, 0, 0, 0};
-  each_window(data, size, block, A(0), [&](const A* values, int32_t first) {
+  each_window(data, size, group, A(0), [&](const A* values, int32_t first) {
 #pragma unroll
     for (int k = 0; k < kVector<T>; ++k) {
       const typename M::Bits bits = M::bits(values[k]);
@@ -302,6 +341,7 @@ element_sums(const T* data, int32_t size, double p, const OctaveCounters& octave
         own.powers += power_in_norm(magnitude, p);
       } else {
         ++(bits > M::kInfinity ? own.nans : own.infs);
+        octaves.count(INFINITY);
       }
     }
   });
@@ -310,64 +350,117 @@ element_sums(const T* data, int32_t size, double p, const OctaveCounters& octave
 
 // ---- The kernels ----------------------------------------------------------------------------------------------------
 
-// Computes the statistics of chunks for a norm of order p. If `windows` is true, p is 2 or inf, and elements narrower
-// than double are summed in windows of 16 bytes, whose sums of squares need no root.
-template <bool windows>
-GRADSCALE_KERNEL(kThreads, windows ? 3 : 2)
-chunk_statistics(GRADSCALE_ARGUMENT(StatisticsArguments) arguments) {
-  GRADSCALE_SHARED(OctaveCounters::Four, counters, OctaveCounters::kCount / 4);
-  GRADSCALE_SHARED(double, shared, kWarps);
-  GRADSCALE_SHARED(int, ends, 2);
-  const OctaveCounters octaves(counters, ends);
-  __syncthreads();
-  const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
-  const double p = arguments.p;
+// Statistics of a chunk, or of a tensor, without its histogram.
+struct ChunkTotals {
+  ElementSums sums;
+  int32_t zeros;
+  int32_t nans;
+  int32_t infs;
+  int32_t counted_zeros; // the zeros that were counted in an octave
+};
+
+// Computes the statistics of a chunk with the threads of a group, for a norm of order p. If `windows` is true, p is 2
+// or inf, and elements narrower than double are summed in windows of 16 bytes, whose sums of squares need no root.
+// each_type(function) calls function(data, size) with a pointer to elements of their type.
+template <bool windows, class EachType, class Octaves>
+GRADSCALE_DEVICE ChunkTotals
+chunk_totals(const EachType& each_type, double p, const Octaves& octaves, const Group& group) {
   const bool is_maximum = std::isinf(p);
   ChunkSums own{};
-  int32_t counted = 0; // zeros beyond the chunk that the block has counted too
-  // Looks the chunk up again in each call: keeping it would take registers.
-  const auto each_type = [&](auto function) {
-    const ChunkOfTensor chunk = chunk_of_block(arguments.table, blockIdx.x, kChunkOfStatistics);
-    dispatch_element(chunk.entry.range.element, [&](auto type) {
-      using T = decltype(type);
-      function(static_cast<const T*>(chunk.entry.range.data) + chunk.begin, chunk.size);
-    });
-  };
+  int32_t beside = 0; // zeros beyond the chunk that the group has counted too
   each_type([&](const auto* data, int32_t size) {
     if constexpr (windows && sizeof(*data) < sizeof(double)) {
-      own = window_sums(data, size, octaves);
-      counted = zeros_beside(data, size);
+      own = window_sums(data, size, octaves, group);
+      beside = zeros_beside(data, size);
     } else {
-      own = element_sums(data, size, windows ? 2 : p, octaves, block);
+      own = element_sums(data, size, windows ? 2 : p, octaves, group);
     }
   });
   const ChunkSums all{
-      block.sum(own.powers),
-      block.sum(own.sum),
-      block.maximum(own.largest),
-      block.sum(own.zeros),
-      block.sum(own.nans),
-      block.sum(own.infs)};
+      group.sum(own.powers),
+      group.sum(own.sum),
+      group.maximum(own.largest),
+      group.sum(own.zeros),
+      group.sum(own.nans),
+      group.sum(own.infs)};
   ElementSums sums{is_maximum ? all.largest : all.powers, all.sum, all.largest, 1};
   if (!is_safe(sums.powers) && all.largest > 0) { // the same for all threads; the sums overflow or underflow
     sums.root = root_for(all.largest, p);
     each_type([&](const auto* data, int32_t size) {
       if constexpr (!windows || sizeof(*data) == sizeof(double)) {
-        add_finite(data, size, windows ? 2 : p, 1 / sums.root, block, sums.powers, sums.sum);
+        add_finite(data, size, windows ? 2 : p, 1 / sums.root, group, sums.powers, sums.sum);
       }
     });
     if (is_maximum) {
       sums.powers = all.largest / sums.root / sums.root;
     }
   }
-  ChunkStatistics& result = arguments.chunks[blockIdx.x];
-  if (threadIdx.x == 0) {
-    result.sums = sums;
-    result.zeros = all.zeros - counted;
-    result.nans = all.nans;
-    result.infs = all.infs;
+  return {sums, all.zeros - beside, all.nans, all.infs, all.zeros};
+}
+
+// Stores the statistics of a tensor, except its histogram. Called by one thread.
+template <bool windows, class List>
+GRADSCALE_DEVICE void store_totals(
+    const StatisticsArguments<List>& arguments, const ListedTensor& tensor, const ChunkTotals& totals) {
+  const double p = windows ? (std::isinf(arguments.p) ? static_cast<double>(INFINITY) : 2) : arguments.p;
+  arguments.out.store(
+      tensor.index, totals.sums, tensor.size, tensor.implicit_zeros, totals.zeros, totals.nans, totals.infs, p);
+}
+
+template <bool windows, class List>
+GRADSCALE_KERNEL(kThreads, windows ? 3 : 2)
+chunk_statistics(GRADSCALE_ARGUMENT(StatisticsArguments<List>) arguments) {
+  GRADSCALE_SHARED(FourCounters, counters, kFourCounters);
+  GRADSCALE_SHARED(double, shared, kWarps);
+  GRADSCALE_SHARED(int, ends, 2);
+  const List& list = arguments.list;
+  if (is_block_of_singles(list)) {
+    if (warp_index() >= list.singles) { // the same for all of the warp
+      return;
+    }
+    const BinsOfWarp octaves(counters);
+    __syncwarp();
+    const auto each_type = [&](auto function) {
+      const ListedTensor& tensor = list.ranges[warp_index()];
+      dispatch_element(tensor.element, [&](auto type) {
+        function(static_cast<const decltype(type)*>(tensor.data), static_cast<int32_t>(tensor.size));
+      });
+    };
+    const ChunkTotals totals = chunk_totals<windows>(each_type, arguments.p, octaves, warp_group());
+    __syncwarp();
+    const ListedTensor& tensor = list.ranges[warp_index()];
+    if (threadIdx.x % 32 == 0) {
+      store_totals<windows>(arguments, tensor, totals);
+    }
+    octaves.store(arguments.out.histogram_of(tensor.index), totals.counted_zeros, totals.nans + totals.infs);
+    return;
   }
-  octaves.store(result.histogram, all.zeros);
+  const ExponentsOfBlock octaves(counters, ends);
+  __syncthreads();
+  // Looks the chunk up again in each call: keeping it would take registers.
+  const auto each_type = [&](auto function) {
+    const ChunkOfTensor chunk = chunk_of_block(list, kChunkOfStatistics);
+    dispatch_element(chunk.tensor.element, [&](auto type) {
+      function(static_cast<const decltype(type)*>(chunk.tensor.data) + chunk.begin, chunk.size);
+    });
+  };
+  const ChunkTotals totals = chunk_totals<windows>(each_type, arguments.p, octaves, block_group(shared));
+  const ListedTensor& tensor = list.range_for_block(blockIdx.x);
+  if (tensor_blocks(tensor, kChunkOfStatistics) == 1) {
+    if (threadIdx.x == 0) {
+      store_totals<windows>(arguments, tensor, totals);
+    }
+    octaves.store(arguments.out.histogram_of(tensor.index), totals.counted_zeros, 0);
+    return;
+  }
+  ChunkStatistics& result = arguments.chunks[blockIdx.x - list.blocks_of_singles()];
+  if (threadIdx.x == 0) {
+    result.sums = totals.sums;
+    result.zeros = totals.zeros;
+    result.nans = totals.nans;
+    result.infs = totals.infs;
+  }
+  octaves.store(result.histogram, totals.counted_zeros, 0);
 }
 
 // Adds up the histograms of the chunks of a tensor. The threads of a bin take turns with the chunks; then one thread of
@@ -389,16 +482,21 @@ GRADSCALE_DEVICE void add_histograms(const ChunkStatistics* chunks, int64_t num_
   }
 }
 
+template <class List>
 GRADSCALE_KERNEL(kThreads, 2)
-tensor_statistics(GRADSCALE_ARGUMENT(StatisticsArguments) arguments) {
+tensor_statistics(GRADSCALE_ARGUMENT(StatisticsArguments<List>) arguments) {
   const double p = arguments.p;
   const StatisticsOut& out = arguments.out;
   GRADSCALE_SHARED(double, shared, kWarps);
   GRADSCALE_SHARED(int64_t, counts, kThreads);
-  const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
-  const RangeTable::Entry& entry = arguments.table[blockIdx.x];
-  const int64_t count = range_blocks(entry.range, kChunkOfStatistics);
-  const ChunkStatistics* chunks = arguments.chunks + entry.first_block;
+  const Group block = block_group(shared);
+  const List& list = arguments.list;
+  const ListedTensor& tensor = list.ranges[list.singles + blockIdx.x];
+  const int64_t count = tensor_blocks(tensor, kChunkOfStatistics);
+  if (count == 1) { // chunk_statistics has stored the results
+    return;
+  }
+  const ChunkStatistics* chunks = arguments.chunks + (tensor.first_block - list.blocks_of_singles());
   ElementSums own = no_elements();
   int64_t zeros = 0;
   int64_t nans = 0;
@@ -421,9 +519,9 @@ tensor_statistics(GRADSCALE_ARGUMENT(StatisticsArguments) arguments) {
   nans = block.sum(nans);
   infs = block.sum(infs);
   if (threadIdx.x == 0) {
-    out.store(blockIdx.x, all, entry.range.size, entry.range.implicit_zeros, zeros, nans, infs, p);
+    out.store(tensor.index, all, tensor.size, tensor.implicit_zeros, zeros, nans, infs, p);
   }
-  add_histograms(chunks, count, counts, out.histogram + blockIdx.x * static_cast<int64_t>(kHistogramBins));
+  add_histograms(chunks, count, counts, out.histogram_of(tensor.index));
 }
 
 } // namespace gradscale

@@ -12,6 +12,8 @@
 
 #include <algorithm>
 #include <optional>
+#include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -58,46 +60,94 @@ at::Tensor update_norms(const std::vector<at::Tensor>& before, const std::vector
 
 // ---- On a device ----------------------------------------------------------------------------------------------------
 
-// The blocks of a launch over ranges, in the order of the ranges, and their table on a device.
-template <class Range>
-class Blocks {
- public:
-  template <class BlocksOf>
-  Blocks(const std::vector<Range>& ranges, const OnDevice& device, BlocksOf blocks_of) {
-    std::vector<typename BlockTable<Range>::Entry> entries;
-    for (const Range& range : ranges) {
-      entries.push_back({range, count});
-      count += blocks_of(range);
-    }
-    const auto size = static_cast<int64_t>(entries.size());
-    builder_.add(entries.data(), size);
-    table = {builder_.build(device), size};
-  }
-
-  int64_t count = 0;
-  BlockTable<Range> table;
-
- private:
-  TableBuilder builder_; // owns the memory of the table
-};
-
-// One block for each chunk of `chunk_bytes` bytes.
-inline Blocks<TensorRange> blocks_of_chunks(
-    const std::vector<TensorRange>& ranges, const OnDevice& device, int64_t chunk_bytes) {
-  return {ranges, device, [=](const TensorRange& range) { return range_blocks(range, chunk_bytes); }};
+// The type of a list, as C++ names it inside of namespace gradscale.
+template <class Range, int bytes>
+std::string type_name(const RangeList<Range, bytes>&) {
+  return instance("RangeList", {Range::kName, std::to_string(bytes)});
 }
 
-// One warp for each piece of a unit.
-inline Blocks<UnitRange> blocks_of_pieces(const std::vector<UnitRange>& ranges, const OnDevice& device) {
-  return {ranges, device, [](const UnitRange& range) {
-            return (range.count * pieces_per_unit(range) + kPiecesOfBlock - 1) / kPiecesOfBlock;
-          }};
+// Calls launch(list, blocks) for lists of all ranges. The kernel gives a warp to each range for which `is_single` is
+// true, and blocks_of(range) blocks to each of the others.
+template <class Range, class IsSingle, class BlocksOf, class Launch>
+void for_each_list(const std::vector<Range>& ranges, IsSingle is_single, BlocksOf blocks_of, Launch launch) {
+  const auto fill = [&](auto& list, const Range* begin, const Range* end) {
+    int32_t added = 0;
+    for (const Range* range = begin; range != end; ++range) {
+      if (is_single(*range)) {
+        list.ranges[added++] = *range;
+      }
+    }
+    list.singles = added;
+    list.count = static_cast<int32_t>(end - begin);
+    int64_t blocks = list.blocks_of_singles();
+    for (const Range* range = begin; range != end; ++range) {
+      if (!is_single(*range)) {
+        list.ranges[added] = *range;
+        list.ranges[added++].first_block = static_cast<int32_t>(blocks);
+        blocks += blocks_of(*range);
+      }
+    }
+    launch(list, blocks);
+  };
+  RangeList<Range, kFewRanges> few;
+  RangeList<Range, kManyRanges> many;
+  const auto size = static_cast<int64_t>(ranges.size());
+  for (int64_t begin = 0, end = 0; begin < size; begin = end) {
+    end = std::min(size, begin + many.kCapacity);
+    if (end - begin <= few.kCapacity) {
+      fill(few, ranges.data() + begin, ranges.data() + end);
+    } else {
+      fill(many, ranges.data() + begin, ranges.data() + end);
+    }
+  }
+}
+
+// The same for tensors, with a block for each chunk of `chunk_bytes` bytes.
+template <class Launch>
+void for_each_list_of_tensors(const std::vector<TensorRange>& ranges, int64_t chunk_bytes, Launch launch) {
+  TORCH_CHECK(
+      ranges.size() < kMostTensors,
+      "gradscale_ext: ",
+      ranges.size(),
+      " tensors in one call, but a GPU accepts at most ",
+      kMostTensors - 1,
+      "; split the call");
+  std::vector<ListedTensor> tensors;
+  tensors.reserve(ranges.size());
+  for (const TensorRange& range : ranges) {
+    ListedTensor tensor{range.data, range.size, range.implicit_zeros, 0, range.element, 0};
+    tensor.index = static_cast<uint32_t>(tensors.size());
+    tensors.push_back(tensor);
+  }
+  for_each_list(
+      tensors,
+      [](const ListedTensor& tensor) { return tensor.size * element_size(tensor.element) <= kSingleTensor; },
+      [=](const ListedTensor& tensor) { return tensor_blocks(tensor, chunk_bytes); },
+      launch);
+}
+
+// The same for units, with a warp for each piece of a unit.
+template <class AnyUnits, class Launch>
+void for_each_list_of_units(const std::vector<AnyUnits>& ranges, Launch launch) {
+  const auto pieces_of = [](const AnyUnits& range) { return range.count * pieces_per_unit(range); };
+  for_each_list(
+      ranges,
+      [=](const AnyUnits& range) { return pieces_of(range) == 1; },
+      [=](const AnyUnits& range) { return (pieces_of(range) + kWarps - 1) / kWarps; },
+      launch);
 }
 
 // Unit i of range.out = unit i of range.data * factors[range.first + i] * times. With `zeros`, a factor of 0 sets all
-// elements to 0, even NaN and inf.
+// elements to 0, even NaN and inf. AnyUnits is UnitRange or WholeRange.
+template <class AnyUnits>
 void launch_scaled_units(
-    const std::vector<UnitRange>& ranges, const Slab& factors, double times, bool zeros, const OnDevice& device);
+    const std::vector<AnyUnits>& ranges, const Slab& factors, double times, bool zeros, const OnDevice& device) {
+  for_each_list_of_units(ranges, [&](const auto& list, int64_t blocks) {
+    const ScaledUnits<std::decay_t<decltype(list)>> arguments{list, factors, times, zeros};
+    const std::string name = instance("scaled_units", {type_name(list)});
+    device.launch("statistics/clip_gradients.cuh", name, blocks, kThreads, arguments);
+  });
+}
 
 // The numbers of a contiguous tensor that kernels read, or write.
 inline Slab slab_of(const at::Tensor& numbers) {

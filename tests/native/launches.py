@@ -98,7 +98,7 @@ def flow() -> Tensors:
 
 
 def many_tensors() -> Tensors:
-    """One tensor just larger than a chunk, and short ones, too many for a table in the kernel's arguments."""
+    """One tensor just larger than a chunk, and short ones, too many for the smaller list of a kernel's arguments."""
     tensors = [torch.randn(3 * k if k > 1 else 65536 * k + 5) for k in range(300)]
     statistics = gs.gradient_statistics(tensors)
     parameters = [torch.nn.Parameter(torch.randn_like(tensor)) for tensor in tensors]

@@ -105,8 +105,15 @@ FAULTS = {
     "missing barrier after counters are cleared": (
         "statistics",
         "statistics/statistics.cuh",
-        "  __syncthreads();\n  const Group block",
-        "  const Group block",
+        "  const ExponentsOfBlock octaves(counters, ends);\n  __syncthreads();\n",
+        "  const ExponentsOfBlock octaves(counters, ends);\n",
+        IN_SHARED,
+    ),
+    "missing barrier after the counters of a warp are cleared": (
+        "statistics",
+        "statistics/statistics.cuh",
+        "    const BinsOfWarp octaves(counters);\n    __syncwarp();\n",
+        "    const BinsOfWarp octaves(counters);\n",
         IN_SHARED,
     ),
     "write past the end of a row": (

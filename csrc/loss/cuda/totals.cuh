@@ -302,7 +302,7 @@ loss_totals(GRADSCALE_ARGUMENT(DevicePass) device) {
 GRADSCALE_KERNEL(kThreads, 2)
 count_unmasked(GRADSCALE_ARGUMENT(DevicePass) device) {
   GRADSCALE_SHARED(double, shared, kWarps);
-  const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
+  const Group block = block_group(shared);
   const Head& head = device.head(blockIdx.x);
   const Coefficients& c = device.coefficients_of(blockIdx.x);
   double unmasked = 0;
