@@ -3,10 +3,10 @@
 #pragma once
 
 #include "../formulas/port.h"
+#include "empty_tensor.h"
 #include "table.h"
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -36,7 +36,7 @@ class OnDevice {
 
   // Allocates memory for launches. PyTorch's allocator reuses it in the order of the stream.
   at::Tensor memory(int64_t bytes) const {
-    return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(guard_.current_device()));
+    return empty_tensor({bytes}, at::TensorOptions().dtype(at::kByte).device(guard_.current_device()));
   }
 
   // Launches `blocks` blocks of `threads` threads asynchronously; does nothing if `blocks` is 0. `file`, relative to

@@ -1,13 +1,12 @@
 #include "call.h"
 
 #include "../cuda/driver.h"
+#include "../cuda/empty_tensor.h"
 #include "../torch/gradient_pool.h"
 #include "../torch/tensor_element.h"
 #include "checks.h"
 
 #include <ATen/TensorGeometry.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 
 #include <c10/util/Exception.h>
@@ -128,16 +127,16 @@ bool Call::wants_head(size_t head) const {
 
 void Call::make_outputs() {
   const auto num_heads = static_cast<int64_t>(heads->size());
-  outputs.per_sample = at::empty({batch}, sum_options);
+  outputs.per_sample = empty_tensor({batch}, sum_options);
   const auto make_loss = [&] {
-    return reduction == Reduction::none ? at::empty({batch}, sum_options) : at::empty({}, sum_options);
+    return reduction == Reduction::none ? empty_tensor({batch}, sum_options) : empty_tensor({}, sum_options);
   };
   outputs.loss = make_loss();
   for (at::Tensor* output :
        {&outputs.head_means, &outputs.head_losses, &outputs.head_gradient_norms, &outputs.max_abs_logit}) {
-    *output = at::empty({num_heads}, sum_options);
+    *output = empty_tensor({num_heads}, sum_options);
   }
-  outputs.num_nonfinite = at::empty({}, sum_options.dtype(at::kLong));
+  outputs.num_nonfinite = empty_tensor({}, sum_options.dtype(at::kLong));
   int64_t segments = 0;
   for (size_t h = 0; h < heads->size(); ++h) {
     outputs.per_step.push_back(make_entries(h));
@@ -145,16 +144,16 @@ void Call::make_outputs() {
     outputs.shares.push_back(head_weights[h].wants_gradient ? make_loss() : at::Tensor());
     segments += steps - (*heads)[h].first_step;
   }
-  metrics = at::empty({segments, batch, 2}, sum_options.dtype(at::kDouble));
+  metrics = empty_tensor({segments, batch, 2}, sum_options.dtype(at::kDouble));
   if (on_device && nonfinite == Nonfinite::skip) {
-    skipped = at::empty_like(outputs.per_sample);
+    skipped = empty_tensor({batch}, sum_options);
   }
   for (NumEntries& entries : num_entries.values) { // a kernel reads float64
     entries.tensor = on_device && entries.tensor.defined() ? entries.tensor.to(at::kDouble) : entries.tensor;
   }
   for (size_t h = 0; h < heads->size() && !counts.defined(); ++h) {
     if (counts_on_device(h)) {
-      counts = at::empty({num_heads}, sum_options.dtype(at::kDouble));
+      counts = empty_tensor({num_heads}, sum_options.dtype(at::kDouble));
     }
   }
 }
@@ -169,7 +168,7 @@ bool Call::counts_on_device(size_t head) const {
 // Allocates a number per sample and step of a head. The steps of a sample are adjacent in memory, also in [T_h, B].
 at::Tensor Call::make_entries(size_t head) const {
   const int64_t head_steps = steps - (*heads)[head].first_step;
-  return batch_first ? at::empty({batch, head_steps}, sum_options)
+  return batch_first ? empty_tensor({batch, head_steps}, sum_options)
                      : at::empty_strided({head_steps, batch}, {1, head_steps}, sum_options);
 }
 

@@ -5,7 +5,7 @@
 #include "../torch/python_numbers.h"
 #include "../torch/tensor_element.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/TensorBody.h>
 #include <ATen/core/grad_mode.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -256,26 +256,30 @@ bool read_call(const Plan& plan, py::handle predictions, py::handle targets, py:
   return true;
 }
 
+// The number of a head in [heads], as a tensor without dimensions that shares its memory. It is no view in the sense of
+// autograd, because users never see the base.
+at::Tensor number_of(const at::Tensor& numbers, size_t head) {
+  at::Tensor number = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(numbers.storage()), numbers.key_set(), numbers.dtype());
+  number.unsafeGetTensorImpl()->set_sizes_and_strides(at::IntArrayRef(), at::IntArrayRef(), static_cast<int64_t>(head));
+  return number;
+}
+
 py::dict outputs_to_python(const Plan& plan, const Call& call) {
   const Outputs& outputs = call.outputs;
-  const at::AutoDispatchBelowADInplaceOrView guard; // no view tracking: users never see the bases
-  const Tensors means = outputs.head_means.unbind();
-  const Tensors losses = outputs.head_losses.unbind();
-  const Tensors norms = outputs.head_gradient_norms.unbind();
-  const Tensors largest = outputs.max_abs_logit.unbind();
   py::dict per_step, details[3]; // indexed by Detail
   py::dict head_means, head_losses, head_gradient_norms, max_abs_logit;
-  for (size_t h = 0; h < means.size(); ++h) {
+  for (size_t h = 0; h < plan.table.size(); ++h) {
     const py::object& name = plan.names[h];
     per_step[name] = outputs.per_step[h];
     details[static_cast<size_t>(plan.table[h].detail)][name] = outputs.details[h];
-    head_means[name] = means[h];
-    head_losses[name] = losses[h];
+    head_means[name] = number_of(outputs.head_means, h);
+    head_losses[name] = number_of(outputs.head_losses, h);
     if (call.wants_head(h)) {
-      head_gradient_norms[name] = norms[h];
+      head_gradient_norms[name] = number_of(outputs.head_gradient_norms, h);
     }
     if (has_largest_logit(plan.table[h].kind)) {
-      max_abs_logit[name] = largest[h];
+      max_abs_logit[name] = number_of(outputs.max_abs_logit, h);
     }
   }
   py::dict result;

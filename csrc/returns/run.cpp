@@ -1,12 +1,11 @@
 // Turns tensors into calls of the kernels, and runs them.
 #include "../cuda/driver.h"
+#include "../cuda/empty_tensor.h"
 #include "../torch/gradient_pool.h"
 #include "../torch/tensor_element.h"
 #include "returns.h"
 
-#include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <initializer_list>
@@ -54,14 +53,13 @@ bool is_pooled(const at::TensorOptions& options, int64_t count) {
   return options.device().is_cpu() && count * static_cast<int64_t>(options.dtype().itemsize()) >= kLarge;
 }
 
-// Makes a contiguous result [B, steps]. On a CPU, a small one is allocated without the dispatcher, which takes as long
-// as computing a few thousand steps.
+// Makes a contiguous result [B, steps].
 at::Tensor make_result(int64_t rows, int64_t steps, bool batch_first, const at::TensorOptions& options) {
   const std::array<int64_t, 2> sizes{batch_first ? rows : steps, batch_first ? steps : rows};
   if (is_pooled(options, rows * steps)) {
     return empty_gradient(sizes, options);
   }
-  return options.device().is_cpu() ? at::Tensor(at::detail::empty_cpu(sizes, options)) : at::empty(sizes, options);
+  return empty_tensor(sizes, options);
 }
 
 // The tensor on this device. A scalar on the CPU is copied there, without waiting.

@@ -1,5 +1,7 @@
 #include "gradient_pool.h"
 
+#include "../cuda/empty_tensor.h"
+
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>
@@ -139,7 +141,7 @@ void begin_pooled_call(c10::Device device) {
 
 at::Tensor empty_gradient(at::IntArrayRef sizes, const at::TensorOptions& options) {
   if (!options.device().is_cpu()) {
-    return at::empty(sizes, options);
+    return empty_tensor(sizes, options);
   }
   const at::ScalarType dtype = options.dtype().toScalarType();
   return at::detail::empty_generic(
