@@ -259,6 +259,15 @@ def test_calls_report_their_kernels():
     assert x.grad.tolist() == [0.5] * 8  # computed, and not only reported
 
 
+def test_kernels_for_short_and_long_lists_of_tensors_are_compiled():
+    names = {name for _, name in precompile.kernels_of(precompile.other_calls(torch.float32))}
+    for size in (8000, 32000):  # bytes
+        of_tensors, of_units = (f"RangeList<{item}, {size}>" for item in ("ListedTensor", "UnitRange"))
+        assert names >= {f"chunk_statistics<true, {of_tensors}>", f"tensor_statistics<{of_tensors}>"}
+        assert names >= {f"sums_of_squares<{of_tensors}>", f"scaled_units<RangeList<WholeRange, {size}>>"}
+        assert names >= {f"{kernel}<{of_units}>" for kernel in ("unit_sums", "unit_norms", "scaled_units")}
+
+
 @pytest.mark.parametrize("into", [False, pytest.param(True, marks=pytest.mark.any_version)])
 def test_command(cache, tmp_path, into, capsys, monkeypatch):
     monkeypatch.setattr(precompile, "loss_calls", lambda dtype, actions: [])

@@ -82,13 +82,15 @@ def other_calls(dtype: torch.dtype) -> list[Callable[[], object]]:
                 torch.autograd.backward(y, torch.ones_like(y))
 
     def parameters() -> None:
-        parameter = torch.nn.Parameter(torch.zeros(1000, dtype=dtype))
-        torch.autograd.backward(gs.l2_loss([parameter]))
-        gs.clip_gradients_([parameter], 1.0)
-        for size in (1000, 10_000):  # rows that one warp computes, and rows of several warps
-            matrix = torch.nn.Parameter(torch.zeros(2, size, dtype=dtype))
-            matrix.grad = torch.ones_like(matrix)
-            gs.clip_gradients_([matrix], adaptive=0.01)
+        for count in (1, 300):  # short and long lists in the arguments of kernels
+            many = [torch.nn.Parameter(torch.zeros(1, dtype=dtype)) for _ in range(count)]
+            many.append(torch.nn.Parameter(torch.zeros(1 << 18, dtype=dtype)))  # several chunks
+            torch.autograd.backward(gs.l2_loss(many))
+            gs.clip_gradients_(many, 1.0)
+            many[-1] = torch.nn.Parameter(torch.zeros(2, 10_000, dtype=dtype))  # rows of several warps
+            many[-1].grad = torch.ones_like(many[-1])
+            gs.clip_gradients_(many, adaptive=0.01)  # finds nothing to clip, because norms are not computed
+            _C.clip_units([parameter.grad for parameter in many], torch.zeros(count + 2).double(), True, False)
 
     def returns() -> None:
         rewards, values = (torch.zeros(BATCH, 64, dtype=dtype, requires_grad=True) for _ in range(2))
