@@ -90,7 +90,9 @@ def other_calls(dtype: torch.dtype) -> list[Callable[[], object]]:
             many[-1] = torch.nn.Parameter(torch.zeros(2, 10_000, dtype=dtype))  # rows of several warps
             many[-1].grad = torch.ones_like(many[-1])
             gs.clip_gradients_(many, adaptive=0.01)  # finds nothing to clip, because norms are not computed
-            _C.clip_units([parameter.grad for parameter in many], torch.zeros(count + 2).double(), True, False)
+            _C.clip_units(
+                [torch.ones_like(parameter) for parameter in many], torch.zeros(count + 2).double(), True, False
+            )
 
     def returns() -> None:
         rewards, values = (torch.zeros(BATCH, 64, dtype=dtype, requires_grad=True) for _ in range(2))
