@@ -109,8 +109,12 @@ unit_norms(GRADSCALE_ARGUMENT(UnitNormsArguments<List>) arguments) {
   }
 }
 
+// Rows need more registers, for their divisions.
 template <class List>
-GRADSCALE_KERNEL(kThreads, 4)
+constexpr int kScalingBlocks = std::is_same_v<typename List::Range, WholeRange> ? 4 : 3;
+
+template <class List>
+GRADSCALE_KERNEL(kThreads, kScalingBlocks<List>)
 scaled_units(GRADSCALE_ARGUMENT(ScaledUnits<List>) arguments) {
   const auto piece = warp_piece(arguments.list);
   if (!piece.exists) {
