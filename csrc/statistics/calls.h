@@ -47,8 +47,7 @@ GRADSCALE_HOST_DEVICE double max_norm_of(const ClippingCall& call) {
   return call.max_norm_on_device == nullptr ? call.max_norm : *call.max_norm_on_device;
 }
 
-// ---- Lists of ranges, in the arguments of kernels
-// ---------------------------------------------------------------------
+// ---- Lists of ranges ------------------------------------------------------------------------------------------------
 
 // The ranges of a launch. They are a part of the kernel's argument, of which the driver, or the CUDA graph that is
 // being captured, keeps its own copy: no memory on the device has to be filled before the launch, or kept for a graph.

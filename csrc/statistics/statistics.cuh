@@ -284,9 +284,9 @@ GRADSCALE_DEVICE ChunkSums window_sums(const T* data, int32_t size, const Octave
   return {own.squares, own.sum, static_cast<double>(own.largest), own.zeros, own.nans, own.infs};
 }
 
-// The number of zeros beyond a chunk that window_sums() counts.
+// The number of zeros beyond the end of a chunk that window_sums() counts.
 template <class T>
-GRADSCALE_DEVICE int32_t zeros_beside(const T* data, int32_t size) {
+GRADSCALE_DEVICE int32_t padding_zeros(const T* data, int32_t size) {
   constexpr int32_t kOfWarp = 32 * kWindowsAtOnce;
   const int32_t count = (Windows<T>(data, size).count + kOfWarp - 1) / kOfWarp * kOfWarp;
   return count * Window<T>::kSize - size;
@@ -367,11 +367,11 @@ GRADSCALE_DEVICE ChunkTotals
 chunk_totals(const EachType& each_type, double p, const Octaves& octaves, const Group& group) {
   const bool is_maximum = std::isinf(p);
   ChunkSums own{};
-  int32_t beside = 0; // zeros beyond the chunk that the group has counted too
+  int32_t padding = 0; // zeros beyond the end of the chunk that the group has counted too
   each_type([&](const auto* data, int32_t size) {
     if constexpr (windows && sizeof(*data) < sizeof(double)) {
       own = window_sums(data, size, octaves, group);
-      beside = zeros_beside(data, size);
+      padding = padding_zeros(data, size);
     } else {
       own = element_sums(data, size, windows ? 2 : p, octaves, group);
     }
@@ -395,7 +395,7 @@ chunk_totals(const EachType& each_type, double p, const Octaves& octaves, const 
       sums.powers = all.largest / sums.root / sums.root;
     }
   }
-  return {sums, all.zeros - beside, all.nans, all.infs, all.zeros};
+  return {sums, all.zeros - padding, all.nans, all.infs, all.zeros};
 }
 
 // Stores the statistics of a tensor, except its histogram. Called by one thread.

@@ -38,7 +38,7 @@ GRADSCALE_DEVICE void add(HeadSums& sums, const HeadSums& other) {
 
 // The sums over the lanes of a warp.
 GRADSCALE_DEVICE HeadSums over_lanes(const HeadSums& own) {
-  const Group warp{32, static_cast<int>(threadIdx.x) % 32, nullptr};
+  const Group warp = warp_group();
   return {
       warp.sum(own.losses),
       warp.sum(own.unmasked),
