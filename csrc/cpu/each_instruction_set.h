@@ -17,10 +17,14 @@
 // and GRADSCALE_VECTOR_BYTES the size of the vectors: 16 for the baseline, 32 for AVX2, 64 for AVX-512. The baseline
 // comes first, so that the headers that the file includes are compiled for the baseline: the linker may share functions
 // of these headers between object files, and they must run on every CPU.
-#include "../formulas/port.h"
+#include <cstdint>
 
-#if GRADSCALE_X86_VARIANTS
+// On x86-64, variants for newer instruction sets are compiled in addition to the baseline.
+#if defined(__x86_64__)
+#define GRADSCALE_X86_VARIANTS 1
 #include <immintrin.h>
+#else
+#define GRADSCALE_X86_VARIANTS 0
 #endif
 
 namespace gradscale {

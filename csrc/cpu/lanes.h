@@ -1,7 +1,7 @@
 // `Lanes` holds 16 numbers in as many vectors as the instruction set needs. They are neighbouring elements of a row, or
 // one element of each of 16 rows. Included once for each instruction set.
 #include "../formulas/element.h"
-#include "../formulas/losses.h"
+#include "../formulas/elementary.h"
 #include "vectors.h"
 
 namespace gradscale {

@@ -1,6 +1,6 @@
 // Reads and writes rows of logits, and computes the softmax of a row. Included once for each instruction set.
 //
-// Rows are processed in blocks of 16 elements that are aligned in memory, so that few loads and stores cross a cache
+// Rows are processed in vectors of 16 elements that are aligned in memory, so that few loads and stores cross a cache
 // line. A contiguous gradient has the same alignment as contiguous logits.
 #include "../formulas/element.h"
 #include "../formulas/support.h"
@@ -72,10 +72,10 @@ Ahead ahead_of(const Rows& logits, const Rows& gradient, int64_t row) {
   return {row_of<T>(logits, row + 1), out == nullptr ? nullptr : out + row * gradient.stride * size};
 }
 
-// The number of elements before the first aligned block; 0 for a row without blocks. PyTorch allocates tensors at
+// The number of elements before the first aligned vector; 0 for a row without vectors. PyTorch allocates tensors at
 // multiples of 64 bytes, so that the order of additions is the same in each run.
 template <class T>
-int64_t elements_before_blocks(const T* row, int64_t width) {
+int64_t elements_before_vectors(const T* row, int64_t width) {
   constexpr int64_t alignment = 64 / sizeof(T) < kLanes ? 64 / sizeof(T) : kLanes; // in elements
   const auto begin = static_cast<int64_t>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % alignment);
   return width < kLanes || begin == 0 ? 0 : alignment - begin;
@@ -84,19 +84,19 @@ int64_t elements_before_blocks(const T* row, int64_t width) {
 template <int chain>
 using Chain = std::integral_constant<int, chain>;
 
-// Calls body(first, lanes, chain) for each block of a row; `first` is the index of the block's first element, and is
-// negative if the block begins before the row. The blocks are a block with the elements before the aligned blocks, the
-// aligned blocks, and a block with the remaining elements. `lanes` selects each element of the row in one block only;
-// without masks, the first and the last block overlap their neighbours. `chain` is 0, or alternates between 0 and 1 if
+// Calls body(first, lanes, chain) for each vector of a row; `first` is the index of the vector's first element, and is
+// negative if the vector begins before the row. The vectors are one with the elements before the aligned ones, the
+// aligned ones, and one with the remaining elements. `lanes` selects each element of the row in one vector only;
+// without masks, the first and the last vector overlap their neighbours. `chain` is 0, or alternates between 0 and 1 if
 // there are two chains, whose sums the processor can compute in parallel.
 template <int chains, class Body>
-GRADSCALE_HOST_DEVICE void each_block(int64_t before, int64_t width, Body body) {
+GRADSCALE_HOST_DEVICE void each_vector(int64_t before, int64_t width, Body body) {
   if (width < kLanes) {
     body(int64_t(0), FirstLanes{static_cast<int>(width)}, Chain<0>());
     return;
   }
   if (before != 0) {
-    if constexpr (kHasMasks) { // the block before the first aligned one
+    if constexpr (kHasMasks) { // the elements before the first aligned vector
       body(before - kLanes, LanesFrom{static_cast<int>(kLanes - before)}, Chain<0>());
     } else {
       body(int64_t(0), LanesBelow{static_cast<int>(before)}, Chain<0>());
@@ -134,7 +134,7 @@ template <class A, bool wants_smallest = true, class T>
 Extremes<A> extremes_of(const T* logits, int64_t width) {
   const Lanes<A> zero = A(0), none = -static_cast<A>(INFINITY);
   Lanes<A> least[2] = {zero, zero}, most[2] = {none, none};
-  each_block<2>(elements_before_blocks(logits, width), width, [&](int64_t j, auto lanes, auto chain) {
+  each_vector<2>(elements_before_vectors(logits, width), width, [&](int64_t j, auto lanes, auto chain) {
     const Lanes<A> x = load_lanes(logits + j, lanes);
     if constexpr (wants_smallest) {
       least[chain] = larger_bits(kept(lanes, x, zero), least[chain]);
@@ -150,24 +150,24 @@ Extremes<A> extremes_of(const T* logits, int64_t width) {
 template <class A, class T>
 A largest_finite(const T* logits, int64_t width) {
   Lanes<A> most = A(0);
-  each_block<1>(elements_before_blocks(logits, width), width, [&](int64_t j, auto lanes, auto) {
+  each_vector<1>(elements_before_vectors(logits, width), width, [&](int64_t j, auto lanes, auto) {
     most = larger(finite_magnitude(kept(lanes, load_lanes(logits + j, lanes), Lanes<A>(A(0)))), most);
   });
   return largest(most);
 }
 
 // Stores exp(logit - maximum) in `scratch`, beginning at the returned `values`. The moment weights an element by the
-// distance of its block from the middle of the row.
+// distance of its vector from the middle of the row.
 template <bool with_moment, bool in_range, class T, class A>
 Softmax<A> softmax_of(const T* logits, int64_t width, A maximum, Ahead ahead, A* scratch) {
-  const int64_t before = elements_before_blocks(logits, width);
+  const int64_t before = elements_before_vectors(logits, width);
   A* values = scratch + (before == 0 ? 0 : kLanes - before);
   const Lanes<A> zero = A(0);
-  Lanes<A> sum = zero, moment = zero; // `moment` weights each element as if it were in lane 0 of its block
-  Lanes<A> next = static_cast<A>(2 * before + 1 - width); // the weight in the next aligned block
+  Lanes<A> sum = zero, moment = zero; // `moment` weights each element as if it were in lane 0 of its vector
+  Lanes<A> next = static_cast<A>(2 * before + 1 - width); // the weight in the next aligned vector
   const auto* read = static_cast<const T*>(ahead.read);
   const auto* write = static_cast<const T*>(ahead.write != nullptr ? ahead.write : values);
-  each_block<1>(before, width, [&](int64_t j, auto lanes, auto) {
+  each_vector<1>(before, width, [&](int64_t j, auto lanes, auto) {
     // Prefetching past the end is harmless.
     __builtin_prefetch(read + j, /*rw=*/0);
     __builtin_prefetch(write + j, /*rw=*/1);
@@ -193,7 +193,7 @@ Softmax<A> softmax_of(const T* logits, int64_t width, Extremes<A> extremes, Ahea
   return softmax_of<with_moment, false>(logits, width, extremes.largest, ahead, scratch);
 }
 
-// Loads the lanes of one block from a row.
+// Loads the lanes of one vector from a row.
 template <class Which>
 struct LoadBlock {
   int64_t first;
@@ -221,7 +221,7 @@ bool factor_can_wait(A squares, A factor) {
 template <class A, class Value>
 [[gnu::noinline]] double squares_in_double(int64_t before, int64_t width, double factor, const Value& value) {
   double sum = 0;
-  each_block<1>(before, width, [&](int64_t j, auto lanes, auto) {
+  each_vector<1>(before, width, [&](int64_t j, auto lanes, auto) {
     A values[kLanes], ones[kLanes];
     store_lanes(values, value(LoadBlock<decltype(lanes)>{j, lanes}));
     store_lanes(ones, kept(lanes, Lanes<A>(A(1)), Lanes<A>(A(0))));
@@ -238,14 +238,14 @@ double write_gradient(const Rows& gradient, int64_t row, int64_t width, A factor
   G* out = static_cast<G*>(gradient.data) + row * gradient.stride;
   const Lanes<A> zero = A(0), factors = factor;
   Lanes<A> squares[2] = {zero, zero};
-  each_block<2>(elements_before_blocks(out, width), width, [&](int64_t j, auto lanes, auto chain) {
+  each_vector<2>(elements_before_vectors(out, width), width, [&](int64_t j, auto lanes, auto chain) {
     const Lanes<A> x = value(LoadBlock<decltype(lanes)>{j, lanes}), counted = kept(lanes, x, zero);
     squares[chain] += counted * counted;
     store_lanes(out + j, x * factors, lanes);
   });
   const A sum = total(squares[0] + squares[1]);
   return factor_can_wait(sum, factor) ? squared(factor) * sum
-                                      : squares_in_double<A>(elements_before_blocks(out, width), width, factor, value);
+                                      : squares_in_double<A>(elements_before_vectors(out, width), width, factor, value);
 }
 
 // The sums over j of terms(load), where load(row) = row[j]. Blocks are aligned as in `aligned_row`.
@@ -255,7 +255,7 @@ auto sums_of(const T* aligned_row, int64_t width, Terms terms) {
   const Lanes<A> zero = A(0);
   std::array<Lanes<A>, count> sums;
   sums.fill(zero);
-  each_block<1>(elements_before_blocks(aligned_row, width), width, [&](int64_t j, auto lanes, auto) {
+  each_vector<1>(elements_before_vectors(aligned_row, width), width, [&](int64_t j, auto lanes, auto) {
     const auto block_terms = terms(LoadBlock<decltype(lanes)>{j, lanes});
     for (size_t i = 0; i < count; ++i) {
       sums[i] += kept(lanes, block_terms[i], zero);

@@ -1,4 +1,4 @@
-// Memory for the rows that a thread works on, and the cost of a row.
+// The number of lanes, memory for the rows that a thread works on, and the cost of a row.
 #pragma once
 
 #include "../formulas/port.h"
@@ -6,6 +6,9 @@
 #include <memory>
 
 namespace gradscale {
+
+// The number of lanes: CPU kernels compute this many numbers at a time, in one vector or several. 64 bytes of float.
+constexpr int64_t kLanes = 16;
 
 // Rows are padded to whole vectors.
 inline int64_t padded_width(int64_t width) {

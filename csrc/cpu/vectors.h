@@ -1,5 +1,5 @@
 // Vectors of the instruction set, with the operators of C++. Included once for each instruction set.
-#include "../formulas/port.h"
+#include "scratch.h"
 
 #include <utility>
 

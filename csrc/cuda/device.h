@@ -7,6 +7,7 @@
 #pragma once
 
 #include "../formulas/port.h"
+#include "threads.h"
 
 #define GRADSCALE_DEVICE __device__ __forceinline__
 // Registers are limited so that `blocks` blocks fit on a multiprocessor.

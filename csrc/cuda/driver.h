@@ -5,6 +5,7 @@
 #include "../formulas/port.h"
 #include "empty_tensor.h"
 #include "table.h"
+#include "threads.h"
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceGuard.h>

@@ -1,9 +1,9 @@
 // Rows of logits, float or a half type, whose width is known at compile time.
 //
-// A lane owns every lanes_per_row-th unit of a row, in registers (LaneUnits). A warp owns up to 32 rows: it computes
-// 32 / lanes_per_row of them side by side, and then the next ones. Each lane holds the numbers of one row (target,
-// factors, sums), so that formulas of these numbers, some in double, are computed for all rows of a warp at once. A
-// block has 4 warps, which share nothing: small blocks fill multiprocessors although rows take many registers.
+// A lane owns every lanes_per_row-th packet of a row, in registers (LanePackets). A warp owns up to 32 rows: it
+// computes 32 / lanes_per_row of them side by side, and then the next ones. Each lane holds the numbers of one row
+// (target, factors, sums), so that formulas of these numbers, some in double, are computed for all rows of a warp at
+// once. A block has 4 warps, which share nothing: small blocks fill multiprocessors although rows take many registers.
 //
 // The next rows are loaded while rows are reduced and stored: the 16 to 32 warps of a multiprocessor keep 30 to 100 KB
 // of loads in flight. If the lanes of a row access less than a sector at once, all rows of a warp are copied through
@@ -12,21 +12,21 @@
 // The computation is a formula, a type that derives from LaneShape and has
 //
 // - Exponent: the type of the differences d of logits from the maximum, and of the exponentials e = exp(x - maximum);
-// - begin_row(holder, units, exponent): the following calls are about this row, whose numbers lane `holder` holds;
-// - target(units, n, t): the target of element n of this lane, whose value in memory is t;
-// - add(sums, units, n, e, d, t), add_lane(sums, units): add element n, and a term for all elements of the lane, to the
-//   kSums sums of the row, of which gradient() needs the first kRowSums;
+// - begin_row(holder, packets, exponent): the following calls are about this row, whose numbers lane `holder` holds;
+// - target(packets, n, t): the target of element n of this lane, whose value in memory is t;
+// - add(sums, packets, n, e, d, t), add_lane(sums, packets): add element n, and a term for all elements of the lane, to
+//   the kSums sums of the row, of which gradient() needs the first kRowSums;
 // - add_illegal(sums, x, t), if kHasMetrics: called also for each element of a lane in which a logit is not finite;
-// - gradient(sums, units, e, d, t): replaces e by the gradient; sums are of the whole row;
+// - gradient(sums, packets, e, d, t): replaces e by the gradient; sums are of the whole row;
 // - counts(): false if the row is masked or skipped: its gradient is 0, and its logits do not enter metrics;
-// - add_square(units, n, g, square), if kHasMetrics: adds element n of the gradient to the sum of its squares;
+// - add_square(packets, n, g, square), if kHasMetrics: adds element n of the gradient to the sum of its squares;
 // - finish(results, gradients), if kFinishes: stores the results of the row whose numbers this lane holds, and its
 //   metrics if kHasMetrics;
 // - kLoadsAhead: false if the next rows are loaded only after these rows are stored;
 // - kKeepsDifferences: true if gradient() uses d.
 #pragma once
 
-#include "lane_units.cuh"
+#include "lane_packets.cuh"
 
 namespace gradscale {
 
@@ -118,15 +118,15 @@ template <class T, class Default>
 using NotVoid = std::conditional_t<std::is_same_v<T, void>, Default, T>;
 
 // Rows of `width` logits T with targets U over them (void: none) and gradients G (void: none is wanted).
-// `lanes_per_row` lanes own a row, and each accesses `unit` elements at once.
-template <class T, class U, class G, int width, int lanes_per_row, int unit>
+// `lanes_per_row` lanes own a row, and each accesses `packet` elements at once.
+template <class T, class U, class G, int width, int lanes_per_row, int packet>
 struct LaneShape {
   using Logit = T;
   using Probability = NotVoid<U, float>;
   using Gradient = NotVoid<G, T>;
-  using Units = LaneUnits<T, width, lanes_per_row, unit>;
-  using Values = typename Units::Values;
-  static constexpr int kWidth = width, kLanes = lanes_per_row, kElements = Units::kElements;
+  using Packets = LanePackets<T, width, lanes_per_row, packet>;
+  using Values = typename Packets::Values;
+  static constexpr int kWidth = width, kLanes = lanes_per_row, kElements = Packets::kElements;
   static constexpr bool kHasTargets = !std::is_same_v<U, void>, kWantsGradient = !std::is_same_v<G, void>;
 };
 
@@ -135,7 +135,7 @@ class LaneRows {
   using Logit = typename Formula::Logit;
   using Probability = typename Formula::Probability;
   using Gradient = typename Formula::Gradient;
-  using Units = typename Formula::Units;
+  using Packets = typename Formula::Packets;
   using Values = typename Formula::Values;
   static constexpr int kWidth = Formula::kWidth, kLanes = Formula::kLanes, kSideBySide = 32 / kLanes;
   static constexpr int kSums = Formula::kSums, kRowSums = Formula::kRowSums, kElements = Formula::kElements;
@@ -145,7 +145,7 @@ class LaneRows {
   using Logits = Tile<Logit, kWidth>;
   using Gradients = Tile<Gradient, kWidth>;
   using Targets = Tile<Probability, kWidth>;
-  static_assert(Units::kTiled == (kLanes == 1));
+  static_assert(Packets::kTiled == (kLanes == 1));
   static constexpr int kParts = kSums - kRowSums + 1; // and the sum of squares
   using Parts = PartsOfSums<kLanes, kParts>;
   static constexpr int kLogitsBytes = Logits::kBytes > Gradients::kBytes ? Logits::kBytes : Gradients::kBytes;
@@ -153,7 +153,7 @@ class LaneRows {
  public:
   // Shared memory of a warp.
   static constexpr int kBytes =
-      Units::kTiled ? kLogitsBytes + (kHasTargets ? Targets::kBytes : 0) : (Formula::kFinishes ? Parts::kBytes : 0);
+      Packets::kTiled ? kLogitsBytes + (kHasTargets ? Targets::kBytes : 0) : (Formula::kFinishes ? Parts::kBytes : 0);
 
   // Copies the rows to shared memory if they pass through it, and loads the first ones.
   GRADSCALE_DEVICE LaneRows(
@@ -163,7 +163,7 @@ class LaneRows {
       const RowsInMemory<Gradient>& gradients,
       char* shared)
       : warp_(warp), shared_(shared), logits_(logits), targets_(targets), gradients_(gradients), to_(gradients) {
-    if constexpr (Units::kTiled) {
+    if constexpr (Packets::kTiled) {
       const Logits tile(shared, warp.lane);
       tile.load(logits, warp.count);
       logits_ = {tile.rows().data, tile.rows().stride};
@@ -181,7 +181,7 @@ class LaneRows {
     targets_from_ = targets_.row(row);
     gradient_ = to_.row(row);
     load();
-    if constexpr (Units::kTiled) {
+    if constexpr (Packets::kTiled) {
       __syncwarp(); // all lanes have read these rows before gradients replace them
     }
   }
@@ -211,7 +211,7 @@ class LaneRows {
       results.largest_logit = lane_maximum<32>(results.largest_logit);
       formula.finish(results, to_);
     }
-    if constexpr (Units::kTiled && kWantsGradient) {
+    if constexpr (Packets::kTiled && kWantsGradient) {
       __syncwarp();
       Gradients(shared_, warp_.lane).store(gradients_, warp_.count);
     }
@@ -228,10 +228,10 @@ class LaneRows {
   }
 
   GRADSCALE_DEVICE void load() {
-    units_ = Units::from_row(from_, warp_.lane);
-    units_.load(from_, -INFINITY, x_);
+    packets_ = Packets::from_row(from_, warp_.lane);
+    packets_.load(from_, -INFINITY, x_);
     if constexpr (kHasTargets) {
-      units_.load(targets_from_, 0, t_);
+      packets_.load(targets_from_, 0, t_);
     }
   }
 
@@ -247,13 +247,13 @@ class LaneRows {
   // Computes the rows from `begin` on, which are loaded already, and loads the next ones. Lane `holder` holds the
   // numbers of this lane's row.
   GRADSCALE_DEVICE void compute(Formula& formula, int begin, int holder, RowResults<kSums>& own) {
-    const Units units = units_;
+    const Packets packets = packets_;
     Values e, d, t{};
     float sums[kSums] = {}, square = 0, largest = 0;
     const float maximum = lane_maximum<kLanes>(maximum_of(largest));
     unpack_rows(d, t);
     const typename Formula::Exponent exponent(maximum);
-    formula.begin_row(holder, units, exponent);
+    formula.begin_row(holder, packets, exponent);
     if constexpr (Formula::kHasMetrics) {
       if (!(largest < INFINITY)) { // rarely: illegal actions and bins
         largest = 0;
@@ -262,7 +262,7 @@ class LaneRows {
 #pragma unroll
         for (int n = 0; n < kElements; ++n) {
           largest = larger(largest, finite_magnitude(x[n]));
-          formula.add_illegal(sums, x[n], formula.target(units, n, target_values[n]));
+          formula.add_illegal(sums, x[n], formula.target(packets, n, target_values[n]));
         }
       }
       if (formula.counts()) {
@@ -273,27 +273,27 @@ class LaneRows {
     for (int n = 0; n < kElements; ++n) {
       d[n] = exponent.difference(d[n]);
       e[n] = exponent.exponential(d[n]);
-      t[n] = formula.target(units, n, t[n]);
-      formula.add(sums, units, n, e[n], d[n], t[n]);
+      t[n] = formula.target(packets, n, t[n]);
+      formula.add(sums, packets, n, e[n], d[n], t[n]);
     }
-    formula.add_lane(sums, units);
+    formula.add_lane(sums, packets);
     if constexpr (Formula::kLoadsAhead) {
       load_next(begin + kSideBySide);
     }
     lane_sums<kLanes, kRowSums>(sums, warp_.lane);
     if constexpr (kWantsGradient) {
-      formula.gradient(sums, units, e, d, t);
+      formula.gradient(sums, packets, e, d, t);
       if constexpr (Formula::kHasMetrics) {
 #pragma unroll
         for (int n = 0; n < kElements; ++n) {
-          formula.add_square(units, n, e[n], square);
+          formula.add_square(packets, n, e[n], square);
         }
       }
       if (exists(begin)) { // otherwise, other lanes store the row
-        units.store(gradient_, e);
+        packets.store(gradient_, e);
         if (!formula.counts()) { // rarely: the branch costs less than a choice for each element
           const Values zeros{};
-          units.store(gradient_, zeros);
+          packets.store(gradient_, zeros);
         }
         gradient_ += kSideBySide * to_.stride;
       }
@@ -322,28 +322,28 @@ class LaneRows {
 
   GRADSCALE_DEVICE void unpack_rows(Values& x, Values& t) const {
 #pragma unroll
-    for (int c = 0; c < Units::kUnits; ++c) {
-      unpack(x_[c], x + Units::kUnit * c);
+    for (int c = 0; c < Packets::kPackets; ++c) {
+      unpack(x_[c], x + Packets::kPacket * c);
       if constexpr (kHasTargets) {
-        unpack(t_[c], t + Units::kUnit * c);
+        unpack(t_[c], t + Packets::kPacket * c);
       }
     }
   }
 
-  // Returns the largest of this lane's logits. Also finds the largest magnitude, which is infinite if a logit in a unit
-  // that is wholly inside the row is infinite.
+  // Returns the largest of this lane's logits. Also finds the largest magnitude, which is infinite if a logit in a
+  // packet that is wholly inside the row is infinite.
   GRADSCALE_DEVICE float maximum_of(float& magnitude) const {
     Values x;
-    UnitExtremes<Logit, Units::kUnit> extremes;
+    PacketExtremes<Logit, Packets::kPacket> extremes;
     float maximum = -INFINITY;
 #pragma unroll
-    for (int c = 0; c < Units::kUnits; ++c) {
-      unpack(x_[c], x + Units::kUnit * c);
-      if (Units::is_whole(c)) {
+    for (int c = 0; c < Packets::kPackets; ++c) {
+      unpack(x_[c], x + Packets::kPacket * c);
+      if (Packets::is_whole(c)) {
         extremes.add(x_[c]);
       } else {
 #pragma unroll
-        for (int n = Units::kUnit * c; n < Units::kUnit * (c + 1); ++n) {
+        for (int n = Packets::kPacket * c; n < Packets::kPacket * (c + 1); ++n) {
           maximum = larger(maximum, x[n]);
           magnitude = larger(magnitude, finite_magnitude(x[n]));
         }
@@ -363,9 +363,9 @@ class LaneRows {
   const Logit* from_;
   const Probability* targets_from_;
   Gradient* gradient_;
-  Units units_{};
-  typename Units::template Words<Logit> x_;
-  typename Units::template Words<Probability> t_;
+  Packets packets_{};
+  typename Packets::template Words<Logit> x_;
+  typename Packets::template Words<Probability> t_;
 };
 
 // The number of blocks that should fit on a multiprocessor. A thread needs `others` registers, and for each element the
@@ -389,21 +389,21 @@ struct BinSums {
   enum Sum { kSum, kMoment, kShifted };
   static constexpr float kShiftedUnit = 0x1p-16f; // so that a sum of differences does not overflow
 
-  template <class Units>
-  GRADSCALE_DEVICE static float target(const Units&, int, float t) {
+  template <class Packets>
+  GRADSCALE_DEVICE static float target(const Packets&, int, float t) {
     return t;
   }
-  template <class Units, int count>
-  GRADSCALE_DEVICE static void add(float (&sums)[count], const Units& units, int n, float e, float d, float) {
+  template <class Packets, int count>
+  GRADSCALE_DEVICE static void add(float (&sums)[count], const Packets& packets, int n, float e, float d, float) {
     sums[kSum] += e;
-    sums[kMoment] += e * Units::distance(n);
+    sums[kMoment] += e * Packets::distance(n);
     if constexpr (count > kShifted) {
-      sums[kShifted] = fmaf(units.exists(n) ? d : 0.0f, kShiftedUnit, sums[kShifted]);
+      sums[kShifted] = fmaf(packets.exists(n) ? d : 0.0f, kShiftedUnit, sums[kShifted]);
     }
   }
-  template <class Units, int count>
-  GRADSCALE_DEVICE static void add_lane(float (&sums)[count], const Units& units) {
-    sums[kMoment] += sums[kSum] * units.middle();
+  template <class Packets, int count>
+  GRADSCALE_DEVICE static void add_lane(float (&sums)[count], const Packets& packets) {
+    sums[kMoment] += sums[kSum] * packets.middle();
   }
 };
 

@@ -9,7 +9,7 @@ namespace gradscale {
 
 // `count` elements that are read and written at once: 2, 4, 8 or 16 bytes.
 template <class T, int count>
-struct alignas(sizeof(T) * count) Packed {
+struct alignas(sizeof(T) * count) Packet {
   static constexpr int kBytes = sizeof(T) * count;
   using Word = std::conditional_t<kBytes == 2, uint16_t, uint32_t>;
   Word words[kBytes / sizeof(Word)];
@@ -51,7 +51,7 @@ GRADSCALE_DEVICE uint32_t halves(HalfBits, float low, float high) {
 }
 
 template <class T, int count>
-GRADSCALE_DEVICE void unpack(const Packed<T, count>& packed, float* values) {
+GRADSCALE_DEVICE void unpack(const Packet<T, count>& packed, float* values) {
 #pragma unroll
   for (int k = 0; k < count; ++k) {
     if constexpr (sizeof(T) == 8) {
@@ -66,8 +66,8 @@ GRADSCALE_DEVICE void unpack(const Packed<T, count>& packed, float* values) {
 }
 
 template <class T, int count>
-GRADSCALE_DEVICE Packed<T, count> packed(const float* values) {
-  Packed<T, count> result;
+GRADSCALE_DEVICE Packet<T, count> packed(const float* values) {
+  Packet<T, count> result;
   if constexpr (sizeof(T) == 8) {
 #pragma unroll
     for (int k = 0; k < count; ++k) {
@@ -118,36 +118,36 @@ GRADSCALE_DEVICE uint32_t smaller_pair(T, uint32_t a, uint32_t b) {
 }
 #endif
 
-// The largest element and the largest magnitude of units, which are the elements that a lane loads at once. NaN is
+// The largest element and the largest magnitude of packets, which are the elements that a lane loads at once. NaN is
 // ignored. From sm_80 on, a word of two 16-bit elements takes one instruction for the maximum and one for the minimum.
 template <class T, int count>
-class UnitExtremes {
+class PacketExtremes {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   static constexpr bool kPairs = sizeof(T) == 2 && count % 2 == 0;
 #else
   static constexpr bool kPairs = false;
 #endif
   static constexpr uint32_t kInfinity = std::is_same_v<T, HalfBits> ? 0x7c007c00u : 0x7f807f80u;
-  Packed<T, 2> most_{}, least_{};
+  Packet<T, 2> most_{}, least_{};
   float maximum_ = -INFINITY, magnitude_ = 0;
 
  public:
-  GRADSCALE_DEVICE UnitExtremes() {
+  GRADSCALE_DEVICE PacketExtremes() {
     if constexpr (kPairs) {
       most_.words[0] = kInfinity | 0x80008000u;
       least_.words[0] = kInfinity;
     }
   }
-  GRADSCALE_DEVICE void add(const Packed<T, count>& unit) {
+  GRADSCALE_DEVICE void add(const Packet<T, count>& packet) {
     if constexpr (kPairs) {
 #pragma unroll
-      for (uint32_t word : unit.words) {
+      for (uint32_t word : packet.words) {
         most_.words[0] = larger_pair(T(), most_.words[0], word);
         least_.words[0] = smaller_pair(T(), least_.words[0], word);
       }
     } else {
       float x[count];
-      unpack(unit, x);
+      unpack(packet, x);
 #pragma unroll
       for (float value : x) {
         maximum_ = larger(maximum_, value);
@@ -160,7 +160,7 @@ class UnitExtremes {
     unpack(most_, most);
     return kPairs ? larger(most[0], most[1]) : maximum_;
   }
-  // The largest magnitude. If there were no units, it is infinite for pairs, and otherwise 0.
+  // The largest magnitude. If there were no packets, it is infinite for pairs, and otherwise 0.
   GRADSCALE_DEVICE float magnitude() const {
     float least[2];
     unpack(least_, least);
@@ -170,7 +170,7 @@ class UnitExtremes {
 
 // Replaces element k.
 template <class T, int count>
-GRADSCALE_DEVICE void set(Packed<T, count>& packed, int k, const Packed<T, 1>& element) {
+GRADSCALE_DEVICE void set(Packet<T, count>& packed, int k, const Packet<T, 1>& element) {
   if constexpr (sizeof(T) == 2) {
     const uint32_t others = packed.words[k / 2] & (k % 2 == 0 ? 0xffff0000u : 0xffffu);
     packed.words[k / 2] = others | static_cast<uint32_t>(element.words[0]) << (k % 2 * 16);
@@ -184,7 +184,7 @@ GRADSCALE_DEVICE void set(Packed<T, count>& packed, int k, const Packed<T, 1>& e
 }
 
 // Returns a pointer to which the compiler adds constants, instead of computing an address for each access. The compiler
-// no longer knows that the pointer is to global memory; load_packed and store_packed state it.
+// no longer knows that the pointer is to global memory; load_packet and store_packet state it.
 template <class T>
 GRADSCALE_DEVICE T* kept(T* pointer) {
   asm("" : "+l"(pointer));
@@ -193,8 +193,8 @@ GRADSCALE_DEVICE T* kept(T* pointer) {
 
 // Loads elements that no thread writes.
 template <class T, int count>
-GRADSCALE_DEVICE Packed<T, count> load_packed(const T* from) {
-  Packed<T, count> result;
+GRADSCALE_DEVICE Packet<T, count> load_packet(const T* from) {
+  Packet<T, count> result;
   auto& words = result.words;
   const auto address = __cvta_generic_to_global(from);
   if constexpr (sizeof(result) == 2) {
@@ -213,7 +213,7 @@ GRADSCALE_DEVICE Packed<T, count> load_packed(const T* from) {
 
 // Stores all elements in one access; in PTX for the same reason as store16.
 template <class T, int count>
-GRADSCALE_DEVICE void store_packed(void* to, const Packed<T, count>& packed) {
+GRADSCALE_DEVICE void store_packet(void* to, const Packet<T, count>& packed) {
   const auto address = __cvta_generic_to_global(to);
   const auto& words = packed.words;
   if constexpr (sizeof(packed) == 2) {

@@ -36,21 +36,21 @@ bool is_parallel(const Rows& rows, const Rows& others) {
 
 // The lanes for rows of `width` logits. Gradients and targets over the logits may have no data.
 template <size_t count>
-Lanes lanes_of(
+RowLanes lanes_of(
     const LanesOfWidth (&table)[count], int64_t width, const Rows& logits, const Rows& gradient, const Rows& target) {
-  const auto all_aligned = [&](int64_t unit) {
-    return is_aligned(logits, unit) && is_aligned(gradient, unit) && is_aligned(target, unit);
+  const auto all_aligned = [&](int64_t packet) {
+    return is_aligned(logits, packet) && is_aligned(gradient, packet) && is_aligned(target, packet);
   };
   if (logits.element == Element::float64 || width < 2 || !all_aligned(1)) {
     return {0, 0};
   }
-  // If the width is odd, units of two need rows of the same parity.
+  // If the width is odd, packets of two need rows of the same parity.
   const bool has_pairs = width % 2 == 0 ? all_aligned(2) : is_parallel(logits, gradient) && is_parallel(logits, target);
-  const int32_t unit = has_pairs ? 2 : 1;
+  const int32_t packet = has_pairs ? 2 : 1;
   const int64_t tiles = std::max(bytes_in_tile(logits, width), bytes_in_tile(gradient, width));
   for (const LanesOfWidth& entry : table) {
-    if (width <= entry.widest && entry.lanes > 1 && entry.lanes * unit * element_size(logits.element) >= kSector) {
-      return {entry.lanes, unit};
+    if (width <= entry.widest && entry.lanes > 1 && entry.lanes * packet * element_size(logits.element) >= kSector) {
+      return {entry.lanes, packet};
     }
     if (width <= entry.widest && entry.lanes == 1 &&
         kRowThreads * (tiles + bytes_in_tile(target, width)) <= kSharedBytesOfBlock) {
@@ -61,30 +61,30 @@ Lanes lanes_of(
 }
 
 // The lanes for rows that are too wide for a warp: all of a block, if its registers are enough.
-Lanes block_lanes(int64_t width, const Rows& logits, const Rows& gradient, const Rows& target) {
+RowLanes block_lanes(int64_t width, const Rows& logits, const Rows& gradient, const Rows& target) {
   const auto bytes_of = [](const Rows& rows) { return rows.data == nullptr ? 0 : element_size(rows.element); };
   const int64_t largest = std::max<int64_t>({bytes_of(logits), bytes_of(gradient), bytes_of(target)});
-  const auto fits = [&](int64_t unit) {
-    return width % unit == 0 && unit * largest <= 16 && is_aligned(logits, unit) && is_aligned(gradient, unit) &&
-           is_aligned(target, unit);
+  const auto fits = [&](int64_t packet) {
+    return width % packet == 0 && packet * largest <= 16 && is_aligned(logits, packet) &&
+           is_aligned(gradient, packet) && is_aligned(target, packet);
   };
-  int32_t unit = 1;
-  while (fits(2 * unit)) {
-    unit *= 2;
+  int32_t packet = 1;
+  while (fits(2 * packet)) {
+    packet *= 2;
   }
-  const int64_t units = (width + unit * kRowThreads - 1) / (unit * kRowThreads);
-  const bool has_registers = logits.element != Element::float64 && units * unit <= kMostWideLogits;
-  return has_registers && fits(1) ? Lanes{kRowThreads, unit} : Lanes{0, 0};
+  const int64_t packets = (width + packet * kRowThreads - 1) / (packet * kRowThreads);
+  const bool has_registers = logits.element != Element::float64 && packets * packet <= kMostWideLogits;
+  return has_registers && fits(1) ? RowLanes{kRowThreads, packet} : RowLanes{0, 0};
 }
 
 } // namespace
 
-Lanes bin_lanes(int64_t width, const Rows& logits, const Rows& gradient) {
+RowLanes bin_lanes(int64_t width, const Rows& logits, const Rows& gradient) {
   return lanes_of(kLanesOfBins, width, logits, gradient, {});
 }
 
-Lanes action_lanes(int64_t width, const Rows& logits, const Rows& gradient, const Rows& target) {
-  const Lanes lanes = lanes_of(kLanesOfActions, width, logits, gradient, target);
+RowLanes action_lanes(int64_t width, const Rows& logits, const Rows& gradient, const Rows& target) {
+  const RowLanes lanes = lanes_of(kLanesOfActions, width, logits, gradient, target);
   return lanes.per_row != 0 || width <= std::end(kLanesOfActions)[-1].widest
              ? lanes
              : block_lanes(width, logits, gradient, target);

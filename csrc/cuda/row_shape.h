@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../formulas/element.h"
+#include "threads.h"
 
 namespace gradscale {
 
@@ -70,14 +71,14 @@ GRADSCALE_HOST_DEVICE int32_t rounded_rows_per_warp(int32_t rows_per_warp, int32
 
 // ---- Rows that lanes or a block own --------------------------------------------------------------------------------
 
-struct Lanes {
-  int32_t per_row; // 0: a group of threads owns the row (rows.cuh); kRowThreads: a block (WideRows)
-  int32_t unit;    // elements that a lane accesses at once
+struct RowLanes {
+  int32_t per_row; // 0: a team of threads owns the row (rows.cuh); kRowThreads: a block (WideRows)
+  int32_t packet;  // elements that a lane accesses at once
 };
 
 // The lanes for rows of logits over bins or actions. Gradients and targets have the shape of the logits, or no data.
-Lanes bin_lanes(int64_t width, const Rows& logits, const Rows& gradient);
-Lanes action_lanes(int64_t width, const Rows& logits, const Rows& gradient, const Rows& target);
+RowLanes bin_lanes(int64_t width, const Rows& logits, const Rows& gradient);
+RowLanes action_lanes(int64_t width, const Rows& logits, const Rows& gradient, const Rows& target);
 
 // A thread of a block that owns a row keeps at most this number of logits, and of 32-bit words of logits and targets.
 constexpr int kMostWideLogits = 160, kMostWideWords = 128;

@@ -1,9 +1,9 @@
-// How the threads of a GPU share rows: the group of threads that owns a row, and reading and writing the 16-byte
+// How the threads of a GPU share rows: the team of threads that owns a row, and reading and writing the 16-byte
 // windows that contain the row.
 #pragma once
 
 #include "../formulas/element.h"
-#include "../formulas/losses.h"
+#include "../formulas/elementary.h"
 #include "../formulas/support.h"
 #include "device.h"
 #include "row_shape.h"
@@ -12,7 +12,7 @@ namespace gradscale {
 
 // The threads that own a row together: neighbours in a warp, their number a power of two, or all threads of a block.
 // All threads of the warp (or block) take part in each reduction.
-struct Group {
+struct Team {
   int size;
   int rank;
   double* shared; // [kWarps], of the block
@@ -49,24 +49,24 @@ struct Group {
 };
 
 // The lanes of this warp.
-GRADSCALE_DEVICE Group warp_group() {
+GRADSCALE_DEVICE Team warp_team() {
   return {32, static_cast<int>(threadIdx.x) % 32, nullptr};
 }
 
 // The threads of this block, of kThreads threads.
-GRADSCALE_DEVICE Group block_group(double* shared) {
+GRADSCALE_DEVICE Team block_team(double* shared) {
   return {kThreads, static_cast<int>(threadIdx.x), shared};
 }
 
-// The row of this thread, and the group of threads that owns it. `block` is the number of the thread's block among the
+// The row of this thread, and the team of threads that owns it. `block` is the number of the thread's block among the
 // blocks that have these rows. A thread beyond the last row is not active, and its row is the last one.
 struct RowOfThread {
-  Group group;
+  Team team;
   int64_t row;
   bool active;
 
   GRADSCALE_DEVICE RowOfThread(int64_t block, int32_t threads_per_row, int64_t rows, double* shared)
-      : group{threads_per_row, static_cast<int>(threadIdx.x) % threads_per_row, shared},
+      : team{threads_per_row, static_cast<int>(threadIdx.x) % threads_per_row, shared},
         row(block * (static_cast<int>(blockDim.x) / threads_per_row) + static_cast<int>(threadIdx.x) / threads_per_row),
         active(row < rows) {
     row = active ? row : rows - 1;
@@ -151,12 +151,12 @@ GRADSCALE_DEVICE void write_elements(T* row, int32_t width, int32_t first, const
   }
 }
 
-// Calls function(values, first) for the windows of a thread in the group that owns a row. `values` are the elements
+// Calls function(values, first) for the windows of a thread in the team that owns a row. `values` are the elements
 // from element `first` on; those outside the row are `absent`.
 template <class T, class A, class Function>
-GRADSCALE_DEVICE void each_window(const T* row, int32_t width, const Group& group, A absent, Function function) {
+GRADSCALE_DEVICE void each_window(const T* row, int32_t width, const Team& team, A absent, Function function) {
   const Windows<T> windows(row, width);
-  for (int32_t window = group.rank; window < windows.count; window += group.size) {
+  for (int32_t window = team.rank; window < windows.count; window += team.size) {
     A values[kVector<T>];
     read_elements<kVector<T>>(row, width, windows.first(window), absent, values);
     function(values, windows.first(window));
@@ -165,19 +165,19 @@ GRADSCALE_DEVICE void each_window(const T* row, int32_t width, const Group& grou
 
 // ---- Rows of logits -------------------------------------------------------------------------------------------------
 
-// A row of logits, and the group of threads that owns it.
+// A row of logits, and the team of threads that owns it.
 template <class T>
 struct LogitsRow {
   using A = Accumulate<T>;
   static constexpr int kSize = kVector<T>;
   const T* logits;
   int32_t width; // 0 for threads that have no row
-  Group group;
+  Team team;
 
   // Calls function(logits, first) for the windows of this thread; logits outside of the row are -inf.
   template <class Function>
   GRADSCALE_DEVICE void each_window(Function function) const {
-    gradscale::each_window(logits, width, group, -static_cast<A>(INFINITY), function);
+    gradscale::each_window(logits, width, team, -static_cast<A>(INFINITY), function);
   }
 
   // The largest logit; -inf for a row of NaN. Also finds the largest magnitude of this thread's finite logits.
@@ -191,7 +191,7 @@ struct LogitsRow {
         largest_finite = larger(largest_finite, finite_magnitude(x[k]));
       }
     });
-    return group.maximum(largest);
+    return team.maximum(largest);
   }
   GRADSCALE_DEVICE A maximum() const {
     A largest_finite;
@@ -210,10 +210,10 @@ GRADSCALE_DEVICE A raw_moment(const LogitsRow<T>& row, A maximum, const A* cente
   const auto e = [&](int32_t j) { return exp_nonpositive(static_cast<A>(to_accumulate(row.logits[j])) - maximum); };
   const int32_t last = row.width - 1;
   A sum = 0;
-  for (int32_t j = row.group.rank; j < (row.width + 1) / 2; j += row.group.size) {
+  for (int32_t j = row.team.rank; j < (row.width + 1) / 2; j += row.team.size) {
     sum += j == last - j ? e(j) * centers[j] : pair_moment(centers[j], centers[last - j], e(j), e(last - j));
   }
-  return row.group.sum(sum);
+  return row.team.sum(sum);
 }
 
 // Decodes a row to its scalar. `moment` is the sum of e_j times centre j, or times position j if centres are not raw.

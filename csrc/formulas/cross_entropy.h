@@ -6,7 +6,7 @@
 //
 // H(p) = log s - sum(e d) / s, so that log p_j + H(p) = d_j - sum(e d) / s.
 //
-// All engines use it: rows and short rows of the CPU (loss/cpu), and lanes, blocks and groups of a GPU (loss/cuda).
+// All engines use it: rows and short rows of the CPU (loss/cpu), and lanes, blocks and teams of a GPU (loss/cuda).
 // They differ in who owns which elements, and in how sums are reduced. For a sparse target (targets.h) they add and
 // subtract the bins with mass alone.
 //
@@ -14,12 +14,19 @@
 #if defined(GRADSCALE_VARIANT) || !defined(GRADSCALE_CROSS_ENTROPY)
 #define GRADSCALE_CROSS_ENTROPY
 
-#include "losses.h"
+#include "elementary.h"
 
 namespace gradscale {
 #ifdef GRADSCALE_VARIANT
 namespace GRADSCALE_VARIANT {
 #endif
+
+// Options of a head that change its cross-entropy, as bits.
+enum RowOptions : int32_t {
+  kSmoothing = 1,        // label_smoothing
+  kEntropy = 2,          // entropy_weight
+  kSubtractsEntropy = 4, // subtract_target_entropy
+};
 
 constexpr float kLowest = -3e38f; // replaces -inf, because 0 * -inf is NaN
 

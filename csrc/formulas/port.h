@@ -94,23 +94,7 @@ struct numeric_limits<double> {
 #define GRADSCALE_DISPATCH // the code for each type may be large: inlining is the compiler's choice
 #endif
 
-// Variants for newer x86-64 instruction sets are compiled in addition to the baseline, and chosen when the program
-// runs.
-#if defined(__x86_64__)
-#define GRADSCALE_X86_VARIANTS 1
-#else
-#define GRADSCALE_X86_VARIANTS 0
-#endif
-
 namespace gradscale {
-
-// The number of lanes: CPU kernels compute this many numbers at a time, in one vector or several. 64 bytes of float.
-constexpr int64_t kLanes = 16;
-
-// Threads per block in most kernels, threads per warp, and warps per block.
-constexpr int kThreads = 256;
-constexpr int kWarpSize = 32;
-constexpr int kWarps = kThreads / kWarpSize;
 
 template <class To, class From>
 GRADSCALE_HOST_DEVICE To bit_cast(From from) {

@@ -199,7 +199,7 @@ Pass Call::begin_pass() {
   outputs.shares.resize(heads->size());
   pass.grad_output = slab(grad_output, pass.is_backward && grad_output.dim() != 0 ? grad_output.stride(0) : 0);
   for (size_t h = 0; h < heads->size(); ++h) {
-    add_coefficients(h, pass.grad_output);
+    add_coefficients(h);
     add_segments(h);
   }
   pass.heads = heads->data();
@@ -235,7 +235,7 @@ Slab Call::slab(const at::Tensor& tensor, int64_t stride) const {
   return tensor.defined() ? Slab{tensor.mutable_data_ptr(), stride, is_double} : Slab{};
 }
 
-void Call::add_coefficients(size_t h, Slab incoming) {
+void Call::add_coefficients(size_t h) {
   const auto step_weight = [&](const StepNumbers& numbers) {
     const bool by_sample = numbers.tensor.defined() && numbers.tensor.dim() == 2;
     return by_sample ? weight_of(numbers.tensor, batch_dim(), 1 - batch_dim()) : weight_of(numbers.tensor, -1, 0);
@@ -255,7 +255,6 @@ void Call::add_coefficients(size_t h, Slab incoming) {
   coefficients.head_weight_number = head_weights[h].number;
   coefficients.head_weight_tensor = weight_of(head_weights[h].tensor, -1, -1).values;
   coefficients.share = slab(outputs.shares[h], 1);
-  coefficients.grad_output = incoming;
   coefficients.first_segment = static_cast<int64_t>(segments_.size());
   coefficients_.push_back(coefficients);
 }

@@ -271,7 +271,7 @@ struct Call : Options {
   // Allocates contiguous gradients with the shapes of the predictions.
   void make_gradients();
 
-  void add_coefficients(size_t head, Slab incoming);
+  void add_coefficients(size_t head);
   bool counts_on_device(size_t head) const;
   double entries_of(size_t head, const StepMask& counted) const;
   void add_segments(size_t head);

@@ -1,7 +1,7 @@
 // The heads whose rows are like no other's, for CPU and GPU: CategoricalKL and QuantileHuber.
 #pragma once
 
-#include "../formulas/losses.h"
+#include "../formulas/elementary.h"
 #include "segment.h"
 
 namespace gradscale {

@@ -1,5 +1,5 @@
 // The heads that compare a row, a number or a vector, with its target, and PerStepLoss, which has no target. They are
-// written once for CPU and GPU. The drivers, cpu/regression_rows.h and cuda/group_rows.cuh, read and write elements and
+// written once for CPU and GPU. The drivers, cpu/regression_rows.h and cuda/team_rows.cuh, read and write elements and
 // are the same for all heads. A head has
 //
 // - terms(x, t): the numbers that an element adds to the sums of its row;
@@ -7,7 +7,7 @@
 // - gradient(x, t): an element of the gradient, without factor(coefficient), which all elements share.
 #pragma once
 
-#include "../formulas/losses.h"
+#include "../formulas/elementary.h"
 #include "segment.h"
 
 namespace gradscale {

@@ -66,9 +66,7 @@ void run_rows(const Pass& pass) {
       const size_t share = (static_cast<size_t>(own) + k) % shares;
       const size_t end = begin_of(share + 1);
       for (size_t i = begin_of(share) + taken[share]++; i < end; i = begin_of(share) + taken[share]++) {
-        const Segment& segment = *chunks[i].segment;
-        const Coefficients& coefficients = pass.coefficients[segment.head - pass.heads];
-        run_rows_kernel(segment, coefficients, chunks[i].begin, chunks[i].end, scratch.data());
+        run_rows_kernel(pass, *chunks[i].segment, chunks[i].begin, chunks[i].end, scratch.data());
       }
     }
   });

@@ -150,7 +150,6 @@ struct Coefficients {
   double head_weight_number = 1; // from the call's head_weights
   Rows head_weight_tensor;       // the same, if it is a tensor
   Slab share; // the head's share of the loss without its head weight, a scalar or one per sample; no data: not wanted
-  Slab grad_output;          // on a CPU: a scalar (stride 0) or one per sample; no data: 1
   int64_t first_segment = 0; // of the head
 
   GRADSCALE_HOST_DEVICE double share_factor() const {
@@ -186,6 +185,7 @@ struct Pass {
   int64_t steps;        // T
   bool each_sample;     // one loss per sample, instead of their sum
   bool skips_nonfinite; // a sample whose loss is not finite adds nothing
+  Slab grad_output;     // a scalar (stride 0) or one per sample; no data: 1
   Slab loss;
   Slab per_sample;
   Slab head_means;
@@ -198,11 +198,14 @@ struct Pass {
   bool counts_unmasked; // of some head
   Slab skipped;         // with skips_nonfinite: a copy of per_sample for the backward pass
   bool is_backward;     // computes only the gradients, for grad_output
-  Slab grad_output;     // as in Coefficients on a CPU
   bool has_gradients;   // in a backward pass: those for grad_output 1 exist, and are kept if grad_output is a scalar 1
 
   GRADSCALE_HOST_DEVICE int64_t steps_of(const Head& head) const {
     return steps - head.first_step;
+  }
+  // The factor of a row, on a CPU.
+  GRADSCALE_HOST_DEVICE RowFactor row_factor(const Segment& s, int64_t row) const {
+    return coefficients[s.head - heads].row_factor(s, row, grad_output);
   }
   // Stores the outputs of a head.
   GRADSCALE_HOST_DEVICE void store_head(int64_t head, const Coefficients& c, const HeadSums& sums) const {
@@ -218,7 +221,7 @@ struct Pass {
 
 // Computes loss, detail, metrics and gradient of rows begin to end - 1 of a segment. `scratch` holds
 // scratch_elements(width) doubles.
-using RunRows = void (*)(const Segment&, const Coefficients&, int64_t begin, int64_t end, double* scratch);
+using RunRows = void (*)(const Pass&, const Segment&, int64_t begin, int64_t end, double* scratch);
 extern const RunRows run_rows_kernel;
 
 // ---- On a device ----------------------------------------------------------------------------------------------------
@@ -231,7 +234,7 @@ struct Span {
   int32_t first_block;
   int32_t blocks_per_segment;
   int32_t row_kind;        // the index of the kind of rows among the template arguments of loss_rows
-  int32_t threads_per_row; // in GroupRows
+  int32_t threads_per_row; // in TeamRows
   int64_t raw_centers;     // the offset in the table of the raw centres, in the type of sums; -1: none
 };
 
@@ -260,7 +263,7 @@ struct DevicePass {
   int64_t num_spans;
   int64_t num_blocks;    // of loss_rows; with fewer, a block computes the rows of several
   int32_t rows_per_warp; // LossRows rounds it up, with rounded_rows_per_warp()
-  int32_t groups_shift;  // in loss_totals, log2 of the groups of 32 samples of a block,
+  int32_t sets_shift;    // in loss_totals, log2 of the sets of 32 samples of a block,
   int32_t parts_shift;   // and log2 of the warps that share the steps of a head of a group
   PartialSums partial;   // of loss_totals
   unsigned* blocks_done; // a counter for loss_totals, which loss_rows sets to 0

@@ -3,12 +3,12 @@
 // from y before it. A block waits for the maps of earlier chunks of its row.
 //
 // A block takes the next chunk when it starts, so that it waits only for blocks that have started. It publishes the map
-// of its chunk, reads the maps of the earlier chunks of its group (kGroup chunks) and of the last chunk of the group
-// before, always in the same order, and walks its steps. The last chunk of a group publishes a map that ignores its
-// argument and gives the last y, so that a chunk reads at most kGroup maps. A block whose map is not finite walks its
+// of its chunk, reads the maps of the earlier chunks of its series (kSeries chunks) and of the last chunk of the series
+// before, always in the same order, and walks its steps. The last chunk of a series publishes a map that ignores its
+// argument and gives the last y, so that a chunk reads at most kSeries maps. A block whose map is not finite walks its
 // steps before it publishes such a map. Results are the same from run to run.
 //
-// The longest chain of a row is one read and one write of a map for each group, about a microsecond.
+// The longest chain of a row is one read and one write of a map for each series, about a microsecond.
 //
 // The workspace is a counter of blocks and the chunks' maps. It is 0 before the launch, unless each row is one chunk,
 // which waits for nothing.
@@ -18,7 +18,7 @@
 
 namespace gradscale {
 
-constexpr int kGroup = 128; // chunks
+constexpr int kSeries = 128; // chunks
 
 template <class A>
 struct PublishedMap {
@@ -44,7 +44,7 @@ GRADSCALE_DEVICE void publish(PublishedMap<A>* to, const Map<A>& map) {
   store_released(&to->is_there, 1);
 }
 
-// The map of this lane composed with the maps of all lanes before it, within groups of `lanes` neighbours.
+// The map of this lane composed with the maps of all lanes before it, within each `lanes` neighbours.
 template <int lanes, class A>
 GRADSCALE_DEVICE Map<A> composed_in_order(Map<A> map, int lane) {
 #pragma unroll
@@ -65,11 +65,11 @@ GRADSCALE_DEVICE Map<A> wait_for(const PublishedMap<A>& from) {
   return {from.a, from.b};
 }
 
-// y before the chunk whose map is `published[0]`, from the maps of the `count` earlier chunks of its group, and from
-// the group before. The group before is read last, because its map arrives last. Called by one warp.
+// y before the chunk whose map is `published[0]`, from the maps of the `count` earlier chunks of its series, and from
+// the series before. The series before is read last, because its map arrives last. Called by one warp.
 template <class A>
-GRADSCALE_DEVICE A walk_chunks(const PublishedMap<A>* published, int64_t count, bool is_first_group, int lane) {
-  Map<A> group{A(0), A(1)};
+GRADSCALE_DEVICE A walk_chunks(const PublishedMap<A>* published, int64_t count, bool is_first_series, int lane) {
+  Map<A> series{A(0), A(1)};
   const auto round = [&](int64_t first) { // of 32 chunks; lanes without a chunk have the identity
     const Map<A> map = first + lane < 0 ? wait_for(published[first + lane]) : Map<A>{A(0), A(1)};
     __syncwarp();
@@ -78,10 +78,10 @@ GRADSCALE_DEVICE A walk_chunks(const PublishedMap<A>* published, int64_t count, 
   for (int64_t first = -count; first < 0; first += kWarpSize) {
     const Map<A> map = composed_in_order<kWarpSize>(round(first), lane);
     const A a = __shfl_sync(kWholeWarp, map.a, kWarpSize - 1), b = __shfl_sync(kWholeWarp, map.b, kWarpSize - 1);
-    group = composed(Map<A>{a, b}, group);
+    series = composed(Map<A>{a, b}, series);
   }
-  const A start = is_first_group ? A(0) : wait_for(published[-count - 1]).a;
-  A y = applied(group, start);
+  const A start = is_first_series ? A(0) : wait_for(published[-count - 1]).a;
+  A y = applied(series, start);
   if (!is_finite(y)) { // composing may have overflowed: the maps are applied one by one
     y = start;
 #pragma unroll 1
@@ -135,15 +135,15 @@ GRADSCALE_DEVICE void walk_chunk(
   const int place = lane % kWarps;
   const Map<A> to_warp = composed_in_order<kWarps>(Map<A>{shared[2 * place], shared[2 * place + 1]}, lane);
   const Map<A> all{__shfl_sync(kWholeWarp, to_warp.a, kWarps - 1), __shfl_sync(kWholeWarp, to_warp.b, kWarps - 1)};
-  const bool has_map = is_finite(all.a) && is_finite(all.b), ends_group = chunk % kGroup == kGroup - 1;
-  bool is_published = has_map && !ends_group;
+  const bool has_map = is_finite(all.a) && is_finite(all.b), ends_series = chunk % kSeries == kSeries - 1;
+  bool is_published = has_map && !ends_series;
   if (warp == 0) {
     if (lane == 0 && is_published) {
       publish(own, all);
     }
-    const A y = walk_chunks(own, chunk % kGroup, chunk < kGroup, lane);
+    const A y = walk_chunks(own, chunk % kSeries, chunk < kSeries, lane);
     const A after = applied(all, y);
-    if (lane == 0 && ends_group && has_map && is_finite(after)) {
+    if (lane == 0 && ends_series && has_map && is_finite(after)) {
       publish(own, Map<A>{after, A(0)});
       is_published = true;
     }

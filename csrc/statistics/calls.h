@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../cpu/range.h"
+#include "../cuda/threads.h"
 #include "../formulas/element.h"
 #include "../formulas/statistics.h"
 

@@ -26,9 +26,9 @@ namespace {
 
 constexpr int64_t kStatisticsBlock = 255 * kElementsPerStep; // elements; a step adds at most 1 to each byte counter
 
-// Statistics of the elements of a block.
+// Statistics of the elements of a slice.
 template <class A>
-struct BlockStatistics {
+struct SliceStatistics {
   A largest = 0;     // the largest magnitude that is not NaN
   int32_t zeros = 0; // also counted in the first bin
   double sum = 0;
@@ -114,7 +114,7 @@ GRADSCALE_HOST_DEVICE ByteLanes bins_of(const Vectors<double>::Bits (&magnitudes
   return reinterpreted<ByteLanes>(words);
 }
 
-// ---- Statistics of a block ------------------------------------------------------------------------------------------
+// ---- Statistics of a slice ------------------------------------------------------------------------------------------
 
 template <class T>
 int32_t count_zeros(const T* x, int64_t size) {
@@ -134,7 +134,7 @@ int32_t count_zeros(const T* x, int64_t size) {
 // Adds `size` elements, a multiple of kElementsPerStep. This is fast if most elements are in the 16 bins that begin at
 // first_bin, or in bin 0, which counts the zeros.
 template <class T, class A = Accumulate<T> >
-void add_lanes(const T* x, int64_t size, int first_bin, const T* next, BlockStatistics<A>& all) {
+void add_lanes(const T* x, int64_t size, int first_bin, const T* next, SliceStatistics<A>& all) {
   using V = typename Vectors<A>::V;
   using Integers = typename Vectors<A>::Integers;
   using Bits = typename Vectors<A>::Bits;
@@ -217,11 +217,11 @@ int probable_first_bin(const T* x, int64_t size) {
   return first_bin_below(M::bin(largest));
 }
 
-// `first_bin` is the first bin for BinCounter, or -1 to guess it; it is updated for the next block. `next` is memory to
+// `first_bin` is the first bin for BinCounter, or -1 to guess it; it is updated for the next slice. `next` is memory to
 // prefetch.
 template <class T, class A = Accumulate<T> >
-BlockStatistics<A> block_statistics(const T* x, int64_t size, int& first_bin, const T* next) {
-  BlockStatistics<A> result;
+SliceStatistics<A> slice_statistics(const T* x, int64_t size, int& first_bin, const T* next) {
+  SliceStatistics<A> result;
   first_bin = first_bin < 0 ? probable_first_bin(x, size) : first_bin;
   const int64_t whole = size / kElementsPerStep * kElementsPerStep;
   add_lanes(x, whole, first_bin, next, result);
@@ -238,7 +238,7 @@ BlockStatistics<A> block_statistics(const T* x, int64_t size, int& first_bin, co
   return result;
 }
 
-// Computes the sums of a block if BlockStatistics does not have them: p is not 2, or the squares are outside the safe
+// Computes the sums of a slice if SliceStatistics does not have them: p is not 2, or the squares are outside the safe
 // range of double. `maximum` is the largest magnitude, which is finite.
 template <class W>
 ElementSums element_sums(const W* x, int64_t size, double p, double maximum, double sum) {
@@ -273,32 +273,32 @@ void leave_out_nonfinite(const W* from, int64_t size, W* to, ChunkStatistics& al
 }
 
 template <class A>
-void add_statistics(const BlockStatistics<A>& block, ElementSums sums, double p, ChunkStatistics& all) {
-  all.zeros += block.zeros;
+void add_statistics(const SliceStatistics<A>& slice, ElementSums sums, double p, ChunkStatistics& all) {
+  all.zeros += slice.zeros;
   for (int bin = 0; bin < kHistogramBins; ++bin) {
-    all.histogram[bin] += block.histogram[bin];
+    all.histogram[bin] += slice.histogram[bin];
   }
-  all.histogram[0] -= block.zeros; // block_statistics() counts zeros as the smallest numbers
-  if (block.largest > 0) {
+  all.histogram[0] -= slice.zeros; // slice_statistics() counts zeros as the smallest numbers
+  if (slice.largest > 0) {
     all.sums = added(all.sums, sums, p);
   }
 }
 
 template <class A>
-void add_block(const A* x, int64_t size, double p, int& first_bin, const A* next, A* spare, ChunkStatistics& all) {
-  BlockStatistics<A> block = block_statistics(x, size, first_bin, next);
-  if (!block.is_finite()) {
+void add_slice(const A* x, int64_t size, double p, int& first_bin, const A* next, A* spare, ChunkStatistics& all) {
+  SliceStatistics<A> slice = slice_statistics(x, size, first_bin, next);
+  if (!slice.is_finite()) {
     const int32_t before = all.nans + all.infs;
     leave_out_nonfinite(x, size, spare, all);
     x = spare;
-    block = block_statistics(x, size, first_bin, next);
+    slice = slice_statistics(x, size, first_bin, next);
     all.zeros -= all.nans + all.infs - before;
   }
-  const auto maximum = static_cast<double>(block.largest);
-  const bool plain = (p == 2 && is_safe(block.squares)) || maximum == 0;
+  const auto maximum = static_cast<double>(slice.largest);
+  const bool plain = (p == 2 && is_safe(slice.squares)) || maximum == 0;
   add_statistics(
-      block,
-      plain ? ElementSums{block.squares, block.sum, maximum, 1} : element_sums(x, size, p, maximum, block.sum),
+      slice,
+      plain ? ElementSums{slice.squares, slice.sum, maximum, 1} : element_sums(x, size, p, maximum, slice.sum),
       p,
       all);
 }
@@ -309,19 +309,19 @@ void add_elements(const T* x, int64_t size, double p, int& first_bin, const T* n
   using A = Accumulate<T>;
   alignas(64) A numbers[kStatisticsBlock];
   if constexpr (std::is_same_v<T, A>) {
-    return add_block(x, size, p, first_bin, next, numbers, all);
+    return add_slice(x, size, p, first_bin, next, numbers, all);
   } else if (GRADSCALE_VECTOR_BYTES > 16 && p == 2) { // 16-bit elements are converted by vector instructions
-    const BlockStatistics<A> block = block_statistics(x, size, first_bin, next);
-    if (block.is_finite() && (is_safe(block.squares) || block.largest == 0)) {
-      const ElementSums sums{block.squares, block.sum, static_cast<double>(block.largest), 1};
-      return add_statistics(block, sums, p, all);
+    const SliceStatistics<A> slice = slice_statistics(x, size, first_bin, next);
+    if (slice.is_finite() && (is_safe(slice.squares) || slice.largest == 0)) {
+      const ElementSums sums{slice.squares, slice.sum, static_cast<double>(slice.largest), 1};
+      return add_statistics(slice, sums, p, all);
     }
   }
 #pragma omp simd
   for (int64_t i = 0; i < size; ++i) {
     numbers[i] = to_accumulate(x[i]);
   }
-  add_block<A>(numbers, size, p, first_bin, numbers, numbers, all);
+  add_slice<A>(numbers, size, p, first_bin, numbers, numbers, all);
 }
 
 void range_statistics(const Range& range, double p, const void* next, ChunkStatistics& all) {

@@ -66,7 +66,7 @@ struct LaneDecoding {
   int32_t rows_per_warp;
 };
 
-struct GroupDecoding {
+struct TeamDecoding {
   Decoding decoding;
   Table raw_centers; // in the type of sums; empty if the support is not raw
 };

@@ -2,9 +2,9 @@
 //
 // decode_by_lanes        float and half types, supports that are not raw, widths that are known at compile time:
 //                        rows of lane_rows.cuh
-// decode_by_groups       all others: rows of rows.cuh
+// decode_by_teams       all others: rows of rows.cuh
 //
-// Bytes: logits are read from memory once, and a gradient is written once. Groups read the logits again from the cache:
+// Bytes: logits are read from memory once, and a gradient is written once. Teams read the logits again from the cache:
 // twice to decode, five times for a gradient.
 #pragma once
 
@@ -30,7 +30,7 @@ GRADSCALE_DEVICE float approximate_slope(Transform transform, float y, float eps
 template <class Shape, Transform transform>
 class DecodeFormula : public Shape, public BinSums {
  public:
-  using typename Shape::Gradient, typename Shape::Units, typename Shape::Values;
+  using typename Shape::Gradient, typename Shape::Packets, typename Shape::Values;
   using Exponent = NaturalExponent; // uniform logits decode to exactly the middle
   static constexpr int kSums = 2, kRowSums = Shape::kWantsGradient ? 2 : 0;
   static constexpr bool kKeepsDifferences = false, kFinishes = !Shape::kWantsGradient;
@@ -43,7 +43,7 @@ class DecodeFormula : public Shape, public BinSums {
       coefficient_ = static_cast<float>(decoding_.grad_output.load(warp.own())) * support_.spacing;
     }
   }
-  GRADSCALE_DEVICE void begin_row(int holder, const Units&, const Exponent&) {
+  GRADSCALE_DEVICE void begin_row(int holder, const Packets&, const Exponent&) {
     holder_ = holder;
   }
   GRADSCALE_DEVICE static bool counts() {
@@ -53,14 +53,14 @@ class DecodeFormula : public Shape, public BinSums {
   // For a narrow softmax, j - E cancels if both are large. So the moment is computed again, relative to the integer
   // closest to E, whose distances are exact: the gradient of a softmax that is 1 at one bin is exactly 0.
   GRADSCALE_DEVICE void gradient(
-      const float (&sums)[kSums], const Units& units, Values& e, const Values&, const Values&) const {
+      const float (&sums)[kSums], const Packets& packets, Values& e, const Values&, const Values&) const {
     const float inverse_sum = approximate_reciprocal(sums[kSum]);
     const float center = std::rint(sums[kMoment] * inverse_sum);
-    const float from_center = units.middle() - center;
+    const float from_center = packets.middle() - center;
     float moment = 0;
 #pragma unroll
     for (int n = 0; n < Shape::kElements; ++n) {
-      moment += e[n] * (Units::distance(n) + from_center);
+      moment += e[n] * (Packets::distance(n) + from_center);
     }
     const float rest = lane_sum<Shape::kLanes>(moment) * inverse_sum; // E - center
     const float expected = support_.middle + support_.spacing * (center + rest);
@@ -69,7 +69,7 @@ class DecodeFormula : public Shape, public BinSums {
     const float offset = -factor * rest, again = forgotten(from_center);
 #pragma unroll
     for (int n = 0; n < Shape::kElements; ++n) {
-      e[n] *= factor * (Units::distance(n) + again) + offset;
+      e[n] *= factor * (Packets::distance(n) + again) + offset;
     }
   }
 
@@ -88,9 +88,9 @@ class DecodeFormula : public Shape, public BinSums {
   int holder_ = 0;
 };
 
-template <class T, class G, int width, int lanes_per_row, int unit, Transform transform>
+template <class T, class G, int width, int lanes_per_row, int packet, Transform transform>
 struct LanesOfDecoding {
-  using Shape = LaneShape<T, void, G, width, lanes_per_row, unit>;
+  using Shape = LaneShape<T, void, G, width, lanes_per_row, packet>;
   using Formula = DecodeFormula<Shape, transform>;
   using Walk = LaneRows<Formula>;
   static constexpr int kBlocks = lane_blocks<Formula>(Formula::kWantsGradient ? 64 : 46);
@@ -112,10 +112,10 @@ struct LanesOfDecoding {
   }
 };
 
-template <class T, class G, int width, int lanes_per_row, int unit, Transform transform>
-GRADSCALE_KERNEL(kRowThreads, (LanesOfDecoding<T, G, width, lanes_per_row, unit, transform>::kBlocks))
+template <class T, class G, int width, int lanes_per_row, int packet, Transform transform>
+GRADSCALE_KERNEL(kRowThreads, (LanesOfDecoding<T, G, width, lanes_per_row, packet, transform>::kBlocks))
 decode_by_lanes(GRADSCALE_ARGUMENT(LaneDecoding) arguments) {
-  using Rows = LanesOfDecoding<T, G, width, lanes_per_row, unit, transform>;
+  using Rows = LanesOfDecoding<T, G, width, lanes_per_row, packet, transform>;
   GRADSCALE_SHARED(uint4, shared, kRowThreads / 32 * Rows::Walk::kBytes / 16 + 1);
   Rows::run(arguments, reinterpret_cast<char*>(shared));
 }
@@ -130,13 +130,13 @@ GRADSCALE_DEVICE A weighted_sum(const LogitsRow<T>& row, A maximum, Weight weigh
       sum += exp_nonpositive(x[k] - maximum) * weight(first + k);
     }
   });
-  return row.group.sum(sum);
+  return row.team.sum(sum);
 }
 
 // The index of the first of the largest logits.
 template <class T, class A>
 GRADSCALE_DEVICE int32_t peak_of(const LogitsRow<T>& row, A maximum) {
-  double peak = row.width; // double: Group reduces floating-point types
+  double peak = row.width; // double: Team reduces floating-point types
   row.each_window([&](const A* x, int32_t first) {
 #pragma unroll
     for (int k = 0; k < kVector<T>; ++k) {
@@ -144,16 +144,16 @@ GRADSCALE_DEVICE int32_t peak_of(const LogitsRow<T>& row, A maximum) {
       peak = x[k] == maximum && first + k >= 0 && first + k < peak ? first + k : peak;
     }
   });
-  return static_cast<int32_t>(-row.group.maximum(-peak));
+  return static_cast<int32_t>(-row.team.maximum(-peak));
 }
 
-// Decodes a row with each group of threads, or writes its gradient f p_j (c_j - E). The centres c_j are raw centres, or
+// Decodes a row with each team of threads, or writes its gradient f p_j (c_j - E). The centres c_j are raw centres, or
 // bin numbers if the support is not raw; f is grad_output times the derivative of the value with respect to E. In the
 // gradient, c_j and E are relative to the centre of the peak, so that the gradient of a softmax that is 1 at the peak
 // is exactly 0.
 template <class T>
 GRADSCALE_KERNEL(kThreads, 2)
-decode_by_groups(GRADSCALE_ARGUMENT(GroupDecoding) arguments) {
+decode_by_teams(GRADSCALE_ARGUMENT(TeamDecoding) arguments) {
   using A = Accumulate<T>;
   GRADSCALE_SHARED(double, shared, kWarps);
   const Decoding& d = arguments.decoding;
@@ -162,13 +162,13 @@ decode_by_groups(GRADSCALE_ARGUMENT(GroupDecoding) arguments) {
   const A* const raw_centers = raw ? arguments.raw_centers.template at<A>(0) : nullptr;
   const RowOfThread own(blockIdx.x, threads_for_row(support.num_bins, sizeof(T)), d.count, shared);
   const int32_t width = own.active ? support.num_bins : 0, last = width - 1;
-  const LogitsRow<T> row{static_cast<const T*>(d.logits.data) + own.row * d.logits.stride, width, own.group};
+  const LogitsRow<T> row{static_cast<const T*>(d.logits.data) + own.row * d.logits.stride, width, own.team};
   const A maximum = row.maximum();
   const A sum = weighted_sum(row, maximum, [](int32_t) { return A(1); });
   const A moment = raw ? raw_moment(row, maximum, raw_centers)
                        : weighted_sum(row, maximum, [&](int32_t j) { return row.position(j); });
   if (d.gradient.data == nullptr) {
-    if (own.active && own.group.rank == 0) {
+    if (own.active && own.team.rank == 0) {
       d.out.store(own.row, decoded_row(moment, sum, support));
     }
     return;

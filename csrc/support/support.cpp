@@ -66,7 +66,7 @@ void decode_on_device(const Decoding& decoding, const OnDevice& device) {
   const Element element = decoding.logits.element;
   const std::string type = type_name(element);
   constexpr const char* file = "support/decode.cuh";
-  const Lanes lanes = support.raw ? Lanes{0, 0} : bin_lanes(support.num_bins, decoding.logits, decoding.gradient);
+  const RowLanes lanes = support.raw ? RowLanes{0, 0} : bin_lanes(support.num_bins, decoding.logits, decoding.gradient);
   if (lanes.per_row > 0) {
     const int32_t rows_per_warp =
         rounded_rows_per_warp(balanced_rows_per_warp(decoding.count, multiprocessors()), lanes.per_row);
@@ -77,7 +77,7 @@ void decode_on_device(const Decoding& decoding, const OnDevice& device) {
          decoding.gradient.data != nullptr ? type : "void",
          std::to_string(support.num_bins),
          std::to_string(lanes.per_row),
-         std::to_string(lanes.unit),
+         std::to_string(lanes.packet),
          kTransforms[static_cast<size_t>(support.transform)]});
     const int64_t blocks = (decoding.count + rows_per_block - 1) / rows_per_block;
     device.launch(file, name, blocks, kRowThreads, LaneDecoding{decoding, FloatSupport(support), rows_per_warp});
@@ -90,8 +90,8 @@ void decode_on_device(const Decoding& decoding, const OnDevice& device) {
     centers.add(support.raw_centers_float, support.num_bins);
   }
   const int64_t blocks = blocks_for_rows(decoding.count, threads_for_row(support.num_bins, element_size(element)));
-  const GroupDecoding arguments{decoding, centers.build(device)};
-  device.launch(file, instance("decode_by_groups", {type}), blocks, kThreads, arguments);
+  const TeamDecoding arguments{decoding, centers.build(device)};
+  device.launch(file, instance("decode_by_teams", {type}), blocks, kThreads, arguments);
 }
 
 void run(const Decoding& decoding, const at::Tensor& logits) {

@@ -43,6 +43,9 @@ extern "C" void logits_rows(
   s.metrics = metrics.get();
   Coefficients coefficients{};
   coefficients.factor = coefficient;
+  Pass pass{};
+  pass.heads = &head;
+  pass.coefficients = &coefficients;
   Scratch scratch(width);
-  baseline::run_rows_of<float, float>(s, coefficients, 0, rows, scratch.data());
+  baseline::run_rows_of<float, float>(pass, s, 0, rows, scratch.data());
 }

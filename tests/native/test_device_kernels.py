@@ -49,8 +49,8 @@ FAULTS = {
     "write past the end of a wide row": (
         "wide rows",
         "loss/cuda/wide_rows.cuh",
-        "kStep * c + unit * thread_ < width;",
-        "kStep * c + unit * thread_ < width + unit;",
+        "kStep * c + packet * thread_ < width;",
+        "kStep * c + packet * thread_ < width + packet;",
         IN_GLOBAL,
     ),
     "block that is counted without a release": (

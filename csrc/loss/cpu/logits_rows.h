@@ -11,14 +11,14 @@ namespace {
 template <class T, class G, class A, class Target>
 void categorical_row(
     const Segment& s,
-    const Group& group,
+    const Bundle& bundle,
     int64_t lane,
     Extremes<A> extremes,
     const Target& target,
     A* scratch,
-    GroupSums<A>& sums) {
+    BundleSums<A>& sums) {
   using Formula = CrossEntropy<A, 0>;
-  const int64_t row = group.first + lane;
+  const int64_t row = bundle.first + lane;
   const T* logits = row_of<T>(s.prediction, row);
   const Support& support = s.head->support;
   const Softmax<A> softmax = softmax_of<true>(logits, s.width, extremes, ahead_of<T>(s, row), scratch);
@@ -54,19 +54,19 @@ void categorical_row(
   for (int32_t j = target.begin; j < target.end; ++j) {
     values[j] = gradient(values[j], mass[j] * softmax.sum);
   }
-  const A factor = static_cast<A>(group.coefficients[lane]) / softmax.sum + nan;
+  const A factor = static_cast<A>(bundle.coefficients[lane]) / softmax.sum + nan;
   const Lanes<A> offset = everywhere * softmax.sum;
   s.metrics[row].gradient_square =
       write_gradient<G>(s.gradient, row, s.width, factor, [=](auto load) { return gradient(load(values), offset); });
 }
 
 template <class T, class G, class A, class Target>
-[[gnu::noinline]] void categorical_rows(const Segment& s, const Group& group, const Target* targets, A* scratch) {
-  const GroupSums<A> sums = row_by_row<T, A>(s, group, [&](int64_t i, Extremes<A> extremes, GroupSums<A>& row_sums) {
-    categorical_row<T, G>(s, group, i, extremes, targets[i], scratch, row_sums);
+[[gnu::noinline]] void categorical_rows(const Segment& s, const Bundle& bundle, const Target* targets, A* scratch) {
+  const BundleSums<A> sums = row_by_row<T, A>(s, bundle, [&](int64_t i, Extremes<A> extremes, BundleSums<A>& row_sums) {
+    categorical_row<T, G>(s, bundle, i, extremes, targets[i], scratch, row_sums);
   });
-  store_losses<false>(s, group, sums, CrossEntropy<A, 0>{});
-  store_decoded(s, group, sums);
+  store_losses<false>(s, bundle, sums, CrossEntropy<A, 0>{});
+  store_decoded(s, bundle, sums);
 }
 
 // Rows of logits over actions with a dense target: SoftCrossEntropy.
@@ -120,15 +120,15 @@ void with_entropy(const Segment& s, Function function) {
 
 // Stores the losses and entropies of a policy's rows.
 template <class A>
-void store_policy(const Segment& s, const Group& group, const GroupSums<A>& sums) {
-  with_entropy<A, kSubtractsEntropy>(s, [&](auto formula) { store_losses<true>(s, group, sums, formula); });
+void store_policy(const Segment& s, const Bundle& bundle, const BundleSums<A>& sums) {
+  with_entropy<A, kSubtractsEntropy>(s, [&](auto formula) { store_losses<true>(s, bundle, sums, formula); });
 }
 
 template <class T, class G, class A>
 void soft_cross_entropy_row(
-    const Segment& s, const Group& group, int64_t lane, Extremes<A> extremes, A* scratch, GroupSums<A>& sums) {
+    const Segment& s, const Bundle& bundle, int64_t lane, Extremes<A> extremes, A* scratch, BundleSums<A>& sums) {
   using Formula = CrossEntropy<Lanes<A>, 0>;
-  const int64_t row = group.first + lane;
+  const int64_t row = bundle.first + lane;
   const int64_t width = s.width;
   const T* logits = row_of<T>(s.prediction, row);
   const Softmax<A> softmax = softmax_of<false>(logits, width, extremes, ahead_of<T>(s, row), scratch);
@@ -148,7 +148,7 @@ void soft_cross_entropy_row(
   if (s.gradient.data == nullptr) {
     return;
   }
-  const A c = static_cast<A>(group.coefficients[lane]);
+  const A c = static_cast<A>(bundle.coefficients[lane]);
   const auto row_factors = CrossEntropy<A, 0>::factors(row_sums, A(1) / softmax.sum, A(1));
   // Not in a function, which would hide from compilers that the coefficient is 1.
   const CrossEntropyFactors<Lanes<A>> factors{
@@ -162,11 +162,11 @@ void soft_cross_entropy_row(
 
 // Not inlined, because loops that share a function with the loops of other heads get too few registers.
 template <class T, class G, class A>
-[[gnu::noinline]] void soft_cross_entropy_rows(const Segment& s, const Group& group, A* scratch) {
-  GroupSums<A> sums = row_by_row<T, A>(s, group, [&](int64_t i, Extremes<A> extremes, GroupSums<A>& group_sums) {
-    soft_cross_entropy_row<T, G>(s, group, i, extremes, scratch, group_sums);
+[[gnu::noinline]] void soft_cross_entropy_rows(const Segment& s, const Bundle& bundle, A* scratch) {
+  BundleSums<A> sums = row_by_row<T, A>(s, bundle, [&](int64_t i, Extremes<A> extremes, BundleSums<A>& bundle_sums) {
+    soft_cross_entropy_row<T, G>(s, bundle, i, extremes, scratch, bundle_sums);
   });
-  store_policy(s, group, sums);
+  store_policy(s, bundle, sums);
 }
 
 } // namespace

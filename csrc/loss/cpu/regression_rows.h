@@ -52,7 +52,7 @@ void vector_row(const Segment& s, int64_t row, double coefficient, A* scratch) {
 
 // Rows of one element, vectorised over rows.
 template <class RowHead, class T, class G, class A>
-void scalar_rows(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end) {
+void scalar_rows(const Pass& pass, const Segment& s, int64_t begin, int64_t end) {
   constexpr int64_t tile = 64;
   A x[tile], target[tile] = {}, loss[tile], gradient[tile];
   RowHead head{{1, s.head}};
@@ -70,7 +70,7 @@ void scalar_rows(const Segment& s, const Coefficients& coefficients, int64_t beg
       gradient[i] = head.gradient(x[i], target[i]);
     }
     for (int64_t i = 0; i < count; ++i) {
-      const RowFactor factor = coefficients.row_factor(s, first + i, coefficients.grad_output);
+      const RowFactor factor = pass.row_factor(s, first + i);
       loss[i] = factor.counts ? loss[i] : A(0);
       gradient[i] = factor.counts ? gradient[i] * head.factor(factor.coefficient) : A(0);
       s.metrics[first + i] = {s.gradient.data == nullptr ? 0 : squared(gradient[i]), 0};

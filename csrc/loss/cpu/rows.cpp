@@ -19,11 +19,11 @@ const RunRows run_rows_kernel = GRADSCALE_CPU_KERNEL(run_rows);
 #else
 #include "../../cpu/rows.h"
 #include "../../formulas/cross_entropy.h"
-#include "../../formulas/losses.h"
+#include "../../formulas/elementary.h"
 #include "../../formulas/targets.h"
 #include "../kinds.h"
 
-#include "row_groups.h"
+#include "bundles.h"
 
 #include "logits_rows.h"
 #include "own_rows.h"
@@ -35,33 +35,31 @@ namespace GRADSCALE_VARIANT {
 namespace {
 
 template <class T, class G>
-void run_rows_of(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end, double* memory) {
+void run_rows_of(const Pass& pass, const Segment& s, int64_t begin, int64_t end, double* memory) {
   using A = Accumulate<T>;
   A* scratch = reinterpret_cast<A*>(memory);
   const bool side_by_side = s.width <= kShortRow && end - begin >= 6; // short rows, enough to fill the lanes
-  const auto groups = [&](auto run) { each_group(s, coefficients, begin, end, run); };
+  const auto bundles = [&](auto run) { each_bundle(pass, s, begin, end, run); };
   const auto each = [&](auto run) {
-    groups([&](const Group& group) {
-      for (int64_t i = 0; i < group.count; ++i) {
-        run(group.first + i, group.coefficients[i]);
+    bundles([&](const Bundle& bundle) {
+      for (int64_t i = 0; i < bundle.count; ++i) {
+        run(bundle.first + i, bundle.coefficients[i]);
       }
     });
   };
-  const auto scalar = [&](auto tag) {
-    scalar_rows<typename decltype(tag)::Head, T, G, A>(s, coefficients, begin, end);
-  };
+  const auto scalar = [&](auto tag) { scalar_rows<typename decltype(tag)::Head, T, G, A>(pass, s, begin, end); };
   dispatch_kind<A>(
       *s.head,
       [&](auto encode) {
-        groups([&](const Group& group) {
-          const Targets<decltype(encode(0.0))> targets(s, group);
-          side_by_side ? short_categorical_rows<A>(s, group, targets.encoded)
-                       : categorical_rows<T, G>(s, group, targets.encoded, scratch);
+        bundles([&](const Bundle& bundle) {
+          const Targets<decltype(encode(0.0))> targets(s, bundle);
+          side_by_side ? short_categorical_rows<A>(s, bundle, targets.encoded)
+                       : categorical_rows<T, G>(s, bundle, targets.encoded, scratch);
         });
       },
       [&] {
-        groups([&](const Group& group) {
-          side_by_side ? short_policy_rows<A>(s, group) : soft_cross_entropy_rows<T, G>(s, group, scratch);
+        bundles([&](const Bundle& bundle) {
+          side_by_side ? short_policy_rows<A>(s, bundle) : soft_cross_entropy_rows<T, G>(s, bundle, scratch);
         });
       },
       [&](auto tag) {
@@ -81,14 +79,14 @@ void run_rows_of(const Segment& s, const Coefficients& coefficients, int64_t beg
       });
 }
 
-void run_rows(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end, double* scratch) {
+void run_rows(const Pass& pass, const Segment& s, int64_t begin, int64_t end, double* scratch) {
   dispatch_element(s.prediction.element, [&](auto type) {
     using T = decltype(type);
     using A = Accumulate<T>;
     if (s.gradient.data == nullptr || s.gradient.element == kElementOf<T>) {
-      run_rows_of<T, T>(s, coefficients, begin, end, scratch);
+      run_rows_of<T, T>(pass, s, begin, end, scratch);
     } else {
-      run_rows_of<T, A>(s, coefficients, begin, end, scratch);
+      run_rows_of<T, A>(pass, s, begin, end, scratch);
     }
   });
 }

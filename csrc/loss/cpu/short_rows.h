@@ -58,7 +58,7 @@ GRADSCALE_HOST_DEVICE void transpose(Load load, Store store, std::index_sequence
   (store(i, Lanes<A>::each([&](size_t p) { return squares[p][i / count][i % count]; })), ...);
 }
 
-// Calls body(first, lanes) for blocks of 16 elements. Without masks, the last block overlaps the one before it.
+// Calls body(first, lanes) for vectors of 16 elements. Without masks, the last vector overlaps the one before it.
 template <class Body>
 GRADSCALE_HOST_DEVICE void each_square(int64_t width, Body body) {
   if (width < kLanes) {
@@ -76,13 +76,13 @@ GRADSCALE_HOST_DEVICE void each_square(int64_t width, Body body) {
 }
 
 template <class A>
-void read_tile(const Rows& rows, const Group& group, int64_t width, Tile<A>& tile) {
+void read_columns(const Rows& rows, const Bundle& bundle, int64_t width, Columns<A>& columns) {
   dispatch_element(rows.element, [&](auto type) {
     using T = decltype(type);
     if constexpr (std::is_same_v<A, Accumulate<T>>) {
-      const T* begin = row_of<T>(rows, group.first);
-      const int64_t stride = rows.stride, last = group.count - 1;
-      each_square(width, [=, &tile](int64_t first, auto lanes) {
+      const T* begin = row_of<T>(rows, bundle.first);
+      const int64_t stride = rows.stride, last = bundle.count - 1;
+      each_square(width, [=, &columns](int64_t first, auto lanes) {
         const T* row = begin + first;
         transpose<A>(
             [&](int64_t i) { // lanes without a row repeat the last one
@@ -90,14 +90,14 @@ void read_tile(const Rows& rows, const Group& group, int64_t width, Tile<A>& til
               row += i < last ? stride : 0;
               return load_lanes(own, lanes);
             },
-            [&](int64_t j, Lanes<A> column) { tile.store_column(first + j, column); },
+            [&](int64_t j, Lanes<A> column) { columns.store_column(first + j, column); },
             std::make_index_sequence<kLanes>());
       });
     } else { // targets of another type than the predictions
       for (int64_t i = 0; i < kLanes; ++i) {
-        const T* row = lane_row<T>(rows, group, i);
+        const T* row = lane_row<T>(rows, bundle, i);
         for (int64_t j = 0; j < width; ++j) {
-          tile.at[j][i] = static_cast<A>(to_accumulate(row[j]));
+          columns.at[j][i] = static_cast<A>(to_accumulate(row[j]));
         }
       }
     }
@@ -105,16 +105,16 @@ void read_tile(const Rows& rows, const Group& group, int64_t width, Tile<A>& til
 }
 
 template <class A>
-void write_tile(const Rows& rows, const Group& group, int64_t width, const Tile<A>& tile) {
+void write_columns(const Rows& rows, const Bundle& bundle, int64_t width, const Columns<A>& columns) {
   dispatch_element(rows.element, [&](auto type) {
     using G = decltype(type);
     if constexpr (std::is_same_v<A, Accumulate<G>>) {
-      G* const begin = static_cast<G*>(rows.data) + group.first * rows.stride;
-      const int64_t stride = rows.stride, count = group.count;
-      each_square(width, [=, &tile](int64_t first, auto lanes) {
+      G* const begin = static_cast<G*>(rows.data) + bundle.first * rows.stride;
+      const int64_t stride = rows.stride, count = bundle.count;
+      each_square(width, [=, &columns](int64_t first, auto lanes) {
         G* row = begin + first;
         transpose<A>(
-            [&](int64_t j) { return tile.column(first + j); },
+            [&](int64_t j) { return columns.column(first + j); },
             [&](int64_t i, Lanes<A> elements) {
               if (i < count) {
                 store_lanes(row, elements, lanes);
@@ -127,18 +127,18 @@ void write_tile(const Rows& rows, const Group& group, int64_t width, const Tile<
   });
 }
 
-// The logits of a group, and the numbers computed from them.
+// The logits of a bundle, and the numbers computed from them.
 template <class A>
 struct ShortRows {
-  Tile<A> x;           // logits, then their exponentials, then the gradient
-  Tile<A> differences; // x_j - maximum
-  Tile<A> target;
+  Columns<A> x;           // logits, then their exponentials, then the gradient
+  Columns<A> differences; // x_j - maximum
+  Columns<A> target;
   A largest_logits[kLanes];
 
   // Replaces logits by exponentials, and stores the differences. The moment weights exponentials by positions, or by
   // differences for a policy.
   template <bool is_policy>
-  GroupSums<A> sums(int64_t width) {
+  BundleSums<A> sums(int64_t width) {
     using Formula = CrossEntropy<Lanes<A>, 0>;
     Lanes<A> maximum = -static_cast<A>(INFINITY), smallest = A(0);
     for (int64_t j = 0; j < width; ++j) {
@@ -163,7 +163,7 @@ struct ShortRows {
       differences.store_column(j, d);
       x.store_column(j, e);
     }
-    GroupSums<A> sums;
+    BundleSums<A> sums;
     for (int k = 0; k < Formula::kSums; ++k) {
       store_lanes(sums.at[k], row_sums[k]);
     }
@@ -182,9 +182,9 @@ struct ShortRows {
 
   // Writes the gradient.
   template <class Formula>
-  void write_gradient(const Segment& s, const Group& group, const GroupSums<A>& sums, Formula formula) {
-    for (int64_t i = 0; i < group.count; ++i) {
-      s.metrics[group.first + i] = {0, largest_logits[i]};
+  void write_gradient(const Segment& s, const Bundle& bundle, const BundleSums<A>& sums, Formula formula) {
+    for (int64_t i = 0; i < bundle.count; ++i) {
+      s.metrics[bundle.first + i] = {0, largest_logits[i]};
     }
     if (s.gradient.data == nullptr) {
       return;
@@ -192,7 +192,7 @@ struct ShortRows {
     A coefficients[kLanes];
 #pragma omp simd
     for (int64_t i = 0; i < kLanes; ++i) {
-      coefficients[i] = static_cast<A>(group.coefficients[i]);
+      coefficients[i] = static_cast<A>(bundle.coefficients[i]);
     }
     const Lanes<A> c = load_lanes(coefficients);
     Lanes<A> row_sums[Formula::kSums];
@@ -208,33 +208,33 @@ struct ShortRows {
     }
     A stored[kLanes];
     store_lanes(stored, squares);
-    for (int64_t i = 0; i < group.count; ++i) {
-      s.metrics[group.first + i].gradient_square =
+    for (int64_t i = 0; i < bundle.count; ++i) {
+      s.metrics[bundle.first + i].gradient_square =
           factor_can_wait(stored[i], coefficients[i]) ? squared(coefficients[i]) * stored[i] : row_squares(s.width, i);
     }
-    write_tile(s.gradient, group, s.width, x);
+    write_columns(s.gradient, bundle, s.width, x);
   }
 };
 
 // Short rows of the heads with a support: see categorical_row().
 template <class A, class Target>
-[[gnu::noinline]] void short_categorical_rows(const Segment& s, const Group& group, const Target* targets) {
+[[gnu::noinline]] void short_categorical_rows(const Segment& s, const Bundle& bundle, const Target* targets) {
   using Formula = CrossEntropy<A, 0>;
   const Smoothing<A> smoothing(s.head->label_smoothing, s.width);
   ShortRows<A> rows;
   std::fill(rows.target.at[0], rows.target.at[s.width], smoothing.everywhere);
-  for (int64_t i = 0; i < group.count; ++i) {
+  for (int64_t i = 0; i < bundle.count; ++i) {
     targets[i].for_each(
         [&](int32_t j, double mass) { rows.target.at[j][i] = smoothing.smoothed(static_cast<A>(mass)); });
   }
-  read_tile(s.prediction, group, s.width, rows.x);
-  GroupSums<A> sums = rows.template sums<false>(s.width);
+  read_columns(s.prediction, bundle, s.width, rows.x);
+  BundleSums<A> sums = rows.template sums<false>(s.width);
   for (int64_t i = 0; i < kLanes; ++i) {
     A& mass = sums.at[Formula::kMass][i];
     mass = A(1) + A(0) * mass; // 1 except for rounding; a NaN target makes the whole row NaN
   }
   if (s.head->support.raw) {
-    for (int64_t i = 0; i < group.count; ++i) {
+    for (int64_t i = 0; i < bundle.count; ++i) {
       A values[kShortRow];
       for (int64_t j = 0; j < s.width; ++j) {
         values[j] = rows.x.at[j][i];
@@ -242,24 +242,24 @@ template <class A, class Target>
       sums.at[Formula::kWeighted][i] = raw_moment(values, s.head->support);
     }
   }
-  store_losses<false>(s, group, sums, Formula{});
-  store_decoded(s, group, sums);
-  rows.write_gradient(s, group, sums, CrossEntropy<Lanes<A>, 0>{});
+  store_losses<false>(s, bundle, sums, Formula{});
+  store_decoded(s, bundle, sums);
+  rows.write_gradient(s, bundle, sums, CrossEntropy<Lanes<A>, 0>{});
 }
 
 // Reads the smoothed targets of short_policy_rows(). A class index out of range gives a row of NaN.
 template <class A>
-void read_target_tile(const Segment& s, const Group& group, Tile<A>& target) {
+void read_target_columns(const Segment& s, const Bundle& bundle, Columns<A>& target) {
   const int64_t width = s.width;
   if (s.target.element == Element::int64) {
     for (int64_t i = 0; i < kLanes; ++i) {
-      const int32_t chosen = class_of(*lane_row<int64_t>(s.target, group, i), width);
+      const int32_t chosen = class_of(*lane_row<int64_t>(s.target, bundle, i), width);
       for (int64_t j = 0; j < width; ++j) {
         target.at[j][i] = class_mass(chosen, j);
       }
     }
   } else {
-    read_tile(s.target, group, width, target);
+    read_columns(s.target, bundle, width, target);
   }
   if (s.head->label_smoothing != 0) {
     const Smoothing<A> smoothing(s.head->label_smoothing, width);
@@ -271,18 +271,18 @@ void read_target_tile(const Segment& s, const Group& group, Tile<A>& target) {
 
 // Short rows of policies: see soft_cross_entropy_row().
 template <class A>
-[[gnu::noinline]] void short_policy_rows(const Segment& s, const Group& group) {
+[[gnu::noinline]] void short_policy_rows(const Segment& s, const Bundle& bundle) {
   ShortRows<A> rows;
-  read_tile(s.prediction, group, s.width, rows.x);
-  read_target_tile(s, group, rows.target);
-  GroupSums<A> sums = rows.template sums<true>(s.width);
+  read_columns(s.prediction, bundle, s.width, rows.x);
+  read_target_columns(s, bundle, rows.target);
+  BundleSums<A> sums = rows.template sums<true>(s.width);
   for (int64_t i = 0; i < kLanes && s.head->subtract_target_entropy; ++i) {
     const A* first = &rows.target.at[0][i];
     sums.at[CrossEntropy<A, 0>::kNegativeEntropy][i] =
         negative_entropy<A>(s.width, [=](int64_t j) { return first[j * kLanes]; });
   }
-  store_policy(s, group, sums);
-  with_entropy<Lanes<A>>(s, [&](auto formula) { rows.write_gradient(s, group, sums, formula); });
+  store_policy(s, bundle, sums);
+  with_entropy<Lanes<A>>(s, [&](auto formula) { rows.write_gradient(s, bundle, sums, formula); });
 }
 
 } // namespace

@@ -120,7 +120,7 @@ class BinsLoss : public Shape, public BinSums, public LaneLoss {
   using Entropy = CrossEntropy<float, 0>;
 
  public:
-  using typename Shape::Gradient, typename Shape::Logit, typename Shape::Units, typename Shape::Values;
+  using typename Shape::Gradient, typename Shape::Logit, typename Shape::Packets, typename Shape::Values;
   static constexpr int kSums = smooths ? 3 : 2, kRowSums = 1;
   static constexpr bool kKeepsDifferences = false;
 
@@ -130,10 +130,10 @@ class BinsLoss : public Shape, public BinSums, public LaneLoss {
     coefficient = bins_.is_nan() ? NAN : coefficient;
   }
 
-  GRADSCALE_DEVICE void begin_row(int row_holder, const Units& units, const Exponent&) {
+  GRADSCALE_DEVICE void begin_row(int row_holder, const Packets& packets, const Exponent&) {
     holder = row_holder;
     if constexpr (Shape::kWantsGradient) {
-      with_mass_ = units.mask(held_by<Shape::kLanes>(holder, bins_.begin), bins_.count_of(holder));
+      with_mass_ = packets.mask(held_by<Shape::kLanes>(holder, bins_.begin), bins_.count_of(holder));
     }
   }
 
@@ -141,7 +141,7 @@ class BinsLoss : public Shape, public BinSums, public LaneLoss {
   }
 
   GRADSCALE_DEVICE void gradient(
-      const float (&sums)[kSums], const Units& units, Values& e, const Values&, const Values&) const {
+      const float (&sums)[kSums], const Packets& packets, Values& e, const Values&, const Values&) const {
     const float c = held_by<Shape::kLanes>(holder, coefficient);
     const auto factors = Entropy::factors({sums[kSum], 1, 0, 0}, approximate_reciprocal(sums[kSum]), c);
 #pragma unroll
@@ -151,15 +151,15 @@ class BinsLoss : public Shape, public BinSums, public LaneLoss {
     if (!smooths && !(std::abs(c) < INFINITY)) { // rarely: 0 * inf outside of the row must not reach the squares
 #pragma unroll
       for (int n = 0; n < Shape::kElements; ++n) {
-        e[n] = units.exists(n) ? e[n] : 0.0f;
+        e[n] = packets.exists(n) ? e[n] : 0.0f;
       }
     }
   }
 
   // Skips the bins with mass, which finish() adds: correcting a sum over all bins would lose digits to cancellation.
-  GRADSCALE_DEVICE void add_square(const Units& units, int n, float value, float& square) const {
+  GRADSCALE_DEVICE void add_square(const Packets& packets, int n, float value, float& square) const {
     const auto word = static_cast<uint32_t>(with_mass_ >> (n & 32));
-    if ((word >> (n & 31) & 1) == 0 && (!smooths || units.exists(n))) {
+    if ((word >> (n & 31) & 1) == 0 && (!smooths || packets.exists(n))) {
       square = fmaf(value, value, square);
     }
   }
@@ -241,7 +241,7 @@ class BinsLoss : public Shape, public BinSums, public LaneLoss {
   }
 
   Bins bins_;
-  typename Units::Mask with_mass_ = 0; // this lane's elements with mass
+  typename Packets::Mask with_mass_ = 0; // this lane's elements with mass
 };
 
 // Cross-entropy with a target over all logits, or with a class.
@@ -251,7 +251,7 @@ class PolicyLoss : public Shape, public LaneLoss {
   using Entropy = CrossEntropy<float, options>;
 
  public:
-  using typename Shape::Gradient, typename Shape::Units, typename Shape::Values;
+  using typename Shape::Gradient, typename Shape::Packets, typename Shape::Values;
   static constexpr int kSums = Entropy::kSums, kRowSums = Entropy::kHasEntropy ? 3 : 2;
   static constexpr bool kKeepsDifferences = Entropy::kHasEntropy;
 
@@ -264,7 +264,7 @@ class PolicyLoss : public Shape, public LaneLoss {
     }
   }
 
-  GRADSCALE_DEVICE void begin_row(int row_holder, const Units&, const Exponent& exponent) {
+  GRADSCALE_DEVICE void begin_row(int row_holder, const Packets&, const Exponent& exponent) {
     holder = row_holder;
     row_entropy_ = {entropy_weight_ * exponent.unit()};
     if constexpr (kIsClass) {
@@ -272,28 +272,28 @@ class PolicyLoss : public Shape, public LaneLoss {
     }
   }
 
-  GRADSCALE_DEVICE float target(const Units& units, int n, float t) const {
+  GRADSCALE_DEVICE float target(const Packets& packets, int n, float t) const {
     if constexpr (kIsClass) {
-      t = class_mass(row_class_, units.first + Units::index(n));
+      t = class_mass(row_class_, packets.first + Packets::index(n));
     }
     if constexpr (kIsClass || kSmooths) {
-      t = units.exists(n) ? (kSmooths ? smoothing.smoothed(t) : t) : 0.0f;
+      t = packets.exists(n) ? (kSmooths ? smoothing.smoothed(t) : t) : 0.0f;
     }
     return t;
   }
 
-  GRADSCALE_DEVICE static void add(float (&sums)[kSums], const Units&, int n, float e, float d, float t) {
-    const float correct = Units::is_inside(n) ? Entropy::correct_finite(t, d) : Entropy::correct(t, d);
+  GRADSCALE_DEVICE static void add(float (&sums)[kSums], const Packets&, int n, float e, float d, float t) {
+    const float correct = Packets::is_inside(n) ? Entropy::correct_finite(t, d) : Entropy::correct(t, d);
     Entropy::add(sums, e, t, correct, Entropy::weighted(e, d));
   }
   GRADSCALE_DEVICE static void add_illegal(float (&sums)[kSums], float x, float t) {
     Entropy::add_illegal(sums, x, t);
   }
-  GRADSCALE_DEVICE static void add_lane(float (&)[kSums], const Units&) {
+  GRADSCALE_DEVICE static void add_lane(float (&)[kSums], const Packets&) {
   }
 
   GRADSCALE_DEVICE void gradient(
-      const float (&sums)[kSums], const Units&, Values& e, const Values& d, const Values& t) const {
+      const float (&sums)[kSums], const Packets&, Values& e, const Values& d, const Values& t) const {
     const float c = held_by<Shape::kLanes>(holder, coefficient);
     const auto factors = Entropy::factors(sums, approximate_reciprocal(sums[Entropy::kSum]), c);
 #pragma unroll
@@ -302,7 +302,7 @@ class PolicyLoss : public Shape, public LaneLoss {
     }
   }
 
-  GRADSCALE_DEVICE static void add_square(const Units&, int, float value, float& square) {
+  GRADSCALE_DEVICE static void add_square(const Packets&, int, float value, float& square) {
     square = fmaf(value, value, square);
   }
 
@@ -321,13 +321,14 @@ class PolicyLoss : public Shape, public LaneLoss {
   int32_t class_ = 0, row_class_ = 0;
 };
 
-// The kind of rows for loss_rows. U is the type of a policy's target: probabilities, or int64_t for a class.
-template <Kind kind, class T, class U, class G, int width, int lanes_per_row, int unit, int options>
+// The kind of rows for loss_rows. U is the type of a policy's target: probabilities, or int64_t for a class; void for
+// bins.
+template <Kind kind, class T, class U, class G, int width, int lanes_per_row, int packet, int options>
 struct LossRows {
   static constexpr bool kIsPolicy = kind == Kind::soft_cross_entropy;
   using Bins = std::conditional_t<kind == Kind::two_hot, TwoHotBins, GaussBins>;
   static constexpr bool kHasTargets = kIsPolicy && !std::is_same_v<U, int64_t>;
-  using Shape = LaneShape<T, std::conditional_t<kHasTargets, U, void>, G, width, lanes_per_row, unit>;
+  using Shape = LaneShape<T, std::conditional_t<kHasTargets, U, void>, G, width, lanes_per_row, packet>;
   using Formula =
       std::conditional_t<kIsPolicy, PolicyLoss<Shape, options>, BinsLoss<Shape, Bins, (options & kSmoothing) != 0>>;
   using WarpRows = LaneRows<Formula>;

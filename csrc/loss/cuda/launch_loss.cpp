@@ -1,13 +1,14 @@
 // The kernels of the loss for the rows of a call, and their launches.
 #include "../../cuda/driver.h"
 #include "../../cuda/row_shape.h"
-#include "../../formulas/losses.h"
+#include "../../formulas/cross_entropy.h"
 #include "../../support/calls.h"
 #include "../call.h"
 
 #include <algorithm>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -26,15 +27,15 @@ namespace {
 struct RowSpecification {
   Kind kind;
   Element logits;
-  Element target;   // of a distribution over the logits; int64: a class; float64 where it is neither
-  Element gradient; // int64: none is wanted, or its type is read when the kernel runs
-  int32_t width;    // 0: code for all widths
-  int32_t lanes;    // that own a row: of a warp (LossRows), or a block (WideRows); 0: a group of threads (GroupRows)
-  int32_t unit;     // elements that a lane accesses at once
-  int32_t options;  // bits of RowOptions
+  std::optional<Element> target;   // a distribution over the logits, or an int64 class; none: something else
+  std::optional<Element> gradient; // none: not wanted, or its type is read when the kernel runs
+  int32_t width;                   // 0: code for all widths
+  int32_t lanes;   // that own a row: of a warp (LossRows), or a block (WideRows); 0: a team of threads (TeamRows)
+  int32_t packet;  // elements that a lane accesses at once
+  int32_t options; // bits of RowOptions
 
   auto members() const {
-    return std::tie(kind, logits, target, gradient, width, lanes, unit, options);
+    return std::tie(kind, logits, target, gradient, width, lanes, packet, options);
   }
   bool operator==(const RowSpecification& other) const {
     return members() == other.members();
@@ -52,7 +53,7 @@ struct RowSpecification {
 constexpr double kSmallestSigmaOfLanes = 0.1;
 constexpr double kLargestSigmaOfLanes = 2;
 
-Lanes lanes_of(const Segment& segment) {
+RowLanes lanes_of(const Segment& segment) {
   const Head& head = *segment.head;
   const Rows& target = segment.target;
   if (!has_logits(head.kind) || head.support.raw || !is_aligned({target.data, 0, target.element}, 1)) {
@@ -64,7 +65,7 @@ Lanes lanes_of(const Segment& segment) {
   }
   const bool has_few_bins = head.kind != Kind::hl_gauss ||
                             (head.sigma_ratio >= kSmallestSigmaOfLanes && head.sigma_ratio <= kLargestSigmaOfLanes);
-  return has_few_bins ? bin_lanes(segment.width, segment.prediction, segment.gradient) : Lanes{0, 0};
+  return has_few_bins ? bin_lanes(segment.width, segment.prediction, segment.gradient) : RowLanes{0, 0};
 }
 
 int32_t options_of(const Head& head) {
@@ -77,16 +78,17 @@ int32_t options_of(const Head& head) {
 std::string RowSpecification::name() const {
   const std::string kind_name = "Kind::" + description_of(kind).name;
   if (lanes == 0) {
-    return instance("GroupRows", {kind_name, type_name(logits), std::to_string(options)});
+    return instance("TeamRows", {kind_name, type_name(logits), std::to_string(options)});
   }
-  std::vector<std::string> types{
-      type_name(logits), type_name(target), gradient == Element::int64 ? "void" : type_name(gradient)};
-  const std::string of_width = std::to_string(width), of_unit = std::to_string(unit), bits = std::to_string(options);
+  const auto name_of = [](std::optional<Element> type) { return type ? type_name(*type) : "void"; };
+  const std::vector<std::string> types{type_name(logits), name_of(target), name_of(gradient)};
+  const std::string of_width = std::to_string(width), of_packet = std::to_string(packet),
+                    bits = std::to_string(options);
   if (lanes == kRowThreads) {
-    return instance("WideRows", {types[0], types[1], types[2], of_width, of_unit, bits});
+    return instance("WideRows", {types[0], types[1], types[2], of_width, of_packet, bits});
   }
   return instance(
-      "LossRows", {kind_name, types[0], types[1], types[2], of_width, std::to_string(lanes), of_unit, bits});
+      "LossRows", {kind_name, types[0], types[1], types[2], of_width, std::to_string(lanes), of_packet, bits});
 }
 
 // Specifies the kernel for the rows of a segment.
@@ -94,17 +96,20 @@ RowSpecification specification_of(const Segment& segment) {
   RowSpecification result{};
   result.kind = segment.head->kind;
   result.logits = segment.prediction.element;
-  result.gradient = Element::int64;
   result.options = options_of(*segment.head);
-  const Lanes lanes = lanes_of(segment);
+  const RowLanes lanes = lanes_of(segment);
   if (lanes.per_row == 0) {
     return result;
   }
-  result.target = result.kind == Kind::soft_cross_entropy ? segment.target.element : Element::float64;
-  result.gradient = segment.gradient.data == nullptr ? Element::int64 : segment.gradient.element;
+  if (result.kind == Kind::soft_cross_entropy) {
+    result.target = segment.target.element;
+  }
+  if (segment.gradient.data != nullptr) {
+    result.gradient = segment.gradient.element;
+  }
   result.width = static_cast<int32_t>(segment.width);
   result.lanes = lanes.per_row;
-  result.unit = lanes.unit;
+  result.packet = lanes.packet;
   return result;
 }
 
@@ -129,19 +134,19 @@ const std::string& loss_rows_for(const std::vector<RowSpecification>& row_kinds,
 constexpr const char* kFile = "loss/cuda/totals.cuh";
 
 // Sets how the warps of a block of loss_totals share samples, heads and steps. It does not depend on the GPU, so that
-// sums are the same on all GPUs. Returns the number of warps of a block, and of groups of 32 samples.
+// sums are the same on all GPUs. Returns the number of warps of a block, and of sets of 32 samples.
 std::pair<int64_t, int64_t> share_totals(const Pass& pass, DevicePass& argument) {
   constexpr int64_t most_warps = kTotalsThreads / 32;
-  constexpr int64_t enough_blocks = 128;                               // fill most GPUs
-  const int64_t groups = std::max<int64_t>(1, (pass.batch + 31) / 32); // a group without samples has sums of 0
-  int64_t warps = std::min(pass.num_heads, most_warps);                // for more heads, they repeat
-  for (; 2 * warps <= most_warps && groups > enough_blocks << argument.groups_shift; warps *= 2) {
-    ++argument.groups_shift;
+  constexpr int64_t enough_blocks = 128;                             // fill most GPUs
+  const int64_t sets = std::max<int64_t>(1, (pass.batch + 31) / 32); // a set without samples has sums of 0
+  int64_t warps = std::min(pass.num_heads, most_warps);              // for more heads, they repeat
+  for (; 2 * warps <= most_warps && sets > enough_blocks << argument.sets_shift; warps *= 2) {
+    ++argument.sets_shift;
   }
   for (; 2 * warps <= most_warps && 1 << argument.parts_shift < pass.steps; warps *= 2) {
     ++argument.parts_shift;
   }
-  return {warps, groups};
+  return {warps, sets};
 }
 
 } // namespace
@@ -209,9 +214,9 @@ class Launches {
  private:
   void prepare_totals(const OnDevice& device) {
     const int64_t num_heads = argument_.pass.num_heads;
-    const auto [warps, groups] = share_totals(argument_.pass, argument_);
+    const auto [warps, sets] = share_totals(argument_.pass, argument_);
     totals_threads_ = static_cast<int>(32 * warps);
-    totals_blocks_ = (groups + (1 << argument_.groups_shift) - 1) >> argument_.groups_shift;
+    totals_blocks_ = (sets + (1 << argument_.sets_shift) - 1) >> argument_.sets_shift;
     const auto bytes_of_block = static_cast<int64_t>(sizeof(LossSums) + num_heads * sizeof(HeadSums));
     workspace_ =
         device.memory(totals_blocks_ * bytes_of_block + static_cast<int64_t>(sizeof(LossSums))); // the counter, aligned

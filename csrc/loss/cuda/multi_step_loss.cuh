@@ -5,9 +5,9 @@
 #pragma once
 
 #include "../kinds.h"
-#include "group_rows.cuh"
 #include "lane_losses.cuh"
 #include "own_rows.cuh"
+#include "team_rows.cuh"
 #include "wide_rows.cuh"
 
 namespace gradscale {
@@ -16,11 +16,11 @@ namespace gradscale {
 
 // Rows of any kind, type and width on a device, for which neither lane_rows.cuh nor wide_rows.cuh has a kernel.
 //
-// A group of threads_for_row() threads owns a row, so that short rows share a warp and long ones take a block.
+// A team of threads_for_row() threads owns a row, so that short rows share a warp and long ones take a block.
 
 // T is the type of predictions.
 template <Kind kind, class T, int options>
-struct GroupRows {
+struct TeamRows {
   static constexpr int kBlocks = 2;
   static constexpr int kSharedBytes = 0;
 

@@ -2,12 +2,12 @@
 #pragma once
 
 #include "../own_heads.h"
-#include "group_rows.cuh"
+#include "team_rows.cuh"
 
 namespace gradscale {
 
-// Rows of logits of several distributions: CategoricalKL. The threads of a row form teams of up to a warp. With n
-// teams, a team computes every n-th group of classes, and reads it four times: for maxima, sums, divergence and
+// Rows of logits of several distributions: CategoricalKL. The team of a row is divided into teams of up to a warp. With
+// n teams, a team computes every n-th group of classes, and reads it four times: for maxima, sums, divergence and
 // gradient. Bytes: both rows are read once from memory and then from the cache; gradients are written once.
 
 // The number of threads in a team: enough for four classes per thread, but at most a warp or the threads of the row.
@@ -31,7 +31,7 @@ struct ClassGroup {
   const T* x;
   const U* t;
   int32_t classes; // 0 for threads that have no group
-  Group team;
+  Team team;
 
   template <class Function>
   GRADSCALE_DEVICE void each(Function function) const {
@@ -87,10 +87,10 @@ struct ClassGroup {
 
 // Returns this thread's part of the divergence. Writes its gradients as if there were no free nats.
 template <Mixture mixture, bool predicts_p, class T, class A>
-GRADSCALE_DEVICE PartOfDivergence row_divergence(const CategoricalKL<A>& head, const RowTask& task, int team) {
+GRADSCALE_DEVICE PartOfDivergence row_divergence(const CategoricalKL<A>& head, const RowTask& task, int threads) {
   const Segment& s = task.block.segment;
   const auto classes = static_cast<int32_t>(s.last_size), groups = static_cast<int32_t>(s.width / s.last_size);
-  const int teams = task.group.size / team, own = task.group.rank / team;
+  const int teams = task.team.size / threads, own = task.team.rank / threads;
   const A factor = head.factor(static_cast<double>(INFINITY), task.factor.coefficient);
   PartOfDivergence part;
   dispatch_element(s.target.element, [&](auto type) {
@@ -102,7 +102,7 @@ GRADSCALE_DEVICE PartOfDivergence row_divergence(const CategoricalKL<A>& head, c
           task.template prediction<T>() + first,
           targets + first,
           task.active && group < groups ? classes : 0,
-          Group{team, task.group.rank % team, nullptr}};
+          Team{threads, task.team.rank % threads, nullptr}};
       class_group.template add_divergence<mixture, predicts_p>(head, factor, task, first, part);
     }
   });
@@ -110,34 +110,34 @@ GRADSCALE_DEVICE PartOfDivergence row_divergence(const CategoricalKL<A>& head, c
 }
 
 template <Mixture mixture, class T, class A>
-GRADSCALE_DEVICE PartOfDivergence row_divergence(const CategoricalKL<A>& head, const RowTask& task, int team) {
-  return head.predicts_p ? row_divergence<mixture, true, T>(head, task, team)
-                         : row_divergence<mixture, false, T>(head, task, team);
+GRADSCALE_DEVICE PartOfDivergence row_divergence(const CategoricalKL<A>& head, const RowTask& task, int threads) {
+  return head.predicts_p ? row_divergence<mixture, true, T>(head, task, threads)
+                         : row_divergence<mixture, false, T>(head, task, threads);
 }
 
 template <class T, class A>
 GRADSCALE_DEVICE void own_row(const CategoricalKL<A>& head, const RowTask& task) {
   const Segment& s = task.block.segment;
-  const int team = team_size(static_cast<int32_t>(s.last_size), task.group.size);
+  const int threads = team_size(static_cast<int32_t>(s.last_size), task.team.size);
   PartOfDivergence part;
   switch (head.mixture) {
     case Mixture::none:
-      part = row_divergence<Mixture::none, T>(head, task, team);
+      part = row_divergence<Mixture::none, T>(head, task, threads);
       break;
     case Mixture::probabilities:
-      part = row_divergence<Mixture::probabilities, T>(head, task, team);
+      part = row_divergence<Mixture::probabilities, T>(head, task, threads);
       break;
     case Mixture::logarithms:
-      part = row_divergence<Mixture::logarithms, T>(head, task, team);
+      part = row_divergence<Mixture::logarithms, T>(head, task, threads);
       break;
   }
-  const double divergence = task.group.sum(part.divergence);
+  const double divergence = task.team.sum(part.divergence);
   const double gradient_square = divergence < head.free_nats ? 0 : part.gradient_square;
   task.store(head.loss(divergence), 0, gradient_square, part.largest_logit);
   if (s.gradient.data != nullptr && divergence < head.free_nats) { // each thread clears what it wrote
-    const int32_t classes = static_cast<int32_t>(s.last_size), stride = task.group.size / team * classes;
-    for (int32_t first = task.group.rank / team * classes; first < task.width; first += stride) {
-      for (int32_t c = task.group.rank % team; c < classes; c += team) {
+    const int32_t classes = static_cast<int32_t>(s.last_size), stride = task.team.size / threads * classes;
+    for (int32_t first = task.team.rank / threads * classes; first < task.width; first += stride) {
+      for (int32_t c = task.team.rank % threads; c < classes; c += threads) {
         A zero = 0;
         task.template write_gradient<T, 1>(first + c, &zero);
       }
@@ -145,8 +145,8 @@ GRADSCALE_DEVICE void own_row(const CategoricalKL<A>& head, const RowTask& task)
   }
 }
 
-// Rows of quantiles: QuantileHuber. A thread of the row's group computes every group.size-th quantile, and loops over
-// all targets for each. The threads of a group read the same target at the same time, from the cache. Bytes:
+// Rows of quantiles: QuantileHuber. A thread of the row's team computes every team.size-th quantile, and loops over
+// all targets for each. The threads of a team read the same target at the same time, from the cache. Bytes:
 // predictions and targets are read once from memory, gradients are written once. The order of sums depends only on the
 // shape.
 
@@ -160,7 +160,7 @@ GRADSCALE_DEVICE void own_row(const QuantileHuber<A>& head, const RowTask& task)
   dispatch_element(s.target.element, [&](auto type) {
     using U = decltype(type);
     const U* targets = static_cast<const U*>(s.target.data) + task.row * s.target.stride;
-    for (int32_t i = task.group.rank; i < task.width; i += task.group.size) {
+    for (int32_t i = task.team.rank; i < task.width; i += task.team.size) {
       const A quantile = static_cast<A>(to_accumulate(x[i]));
       const QuantileWeights<A> weights = head.weights(i);
       A loss = 0, slope = 0;
@@ -181,7 +181,7 @@ GRADSCALE_DEVICE void own_row(const QuantileHuber<A>& head, const RowTask& task)
       }
     }
   });
-  task.store(task.group.sum(sum), 0, square, 0);
+  task.store(task.team.sum(sum), 0, square, 0);
 }
 
 } // namespace gradscale

@@ -6,7 +6,7 @@
 //
 // With the usual few hundred samples, loss_totals takes the time of its longest chain of dependent loads, shuffles and
 // barriers, so the chain is short: a lane has one sample, a warp a part of the steps of one head, and all heads are
-// reduced at once, each by a warp of its own. Sums have a fixed order: the parts of a head, then the groups of 32
+// reduced at once, each by a warp of its own. Sums have a fixed order: the parts of a head, then the sets of 32
 // samples of a block, then its lanes, and the last block to finish adds up the sums of all blocks.
 #pragma once
 
@@ -22,7 +22,7 @@ struct SampleLoss {
 };
 
 // 32 samples of a block: their part of the loss, and a bit for each sample whose loss is not finite.
-struct GroupSums {
+struct SetSums {
   double loss;
   unsigned nonfinite;
 };
@@ -38,7 +38,7 @@ GRADSCALE_DEVICE void add(HeadSums& sums, const HeadSums& other) {
 
 // The sums over the lanes of a warp.
 GRADSCALE_DEVICE HeadSums over_lanes(const HeadSums& own) {
-  const Group warp = warp_group();
+  const Team warp = warp_team();
   return {
       warp.sum(own.losses),
       warp.sum(own.unmasked),
@@ -55,20 +55,20 @@ class BlockOfSamples {
   const Pass& pass_ = device_.pass;
   HeadSums* parts_;     // [warps of the block, 32], in shared memory, like the next two
   SampleLoss* samples_; // the same for the warps that lead; the others' elements are not used
-  GroupSums* groups_;   // [groups]
+  SetSums* sets_;       // [sets]
   const char* const table_ = device_.table.template begin<inside>();
   const int lane_ = static_cast<int>(threadIdx.x) % 32, warp_ = uniform(static_cast<int>(threadIdx.x) / 32);
-  const int num_parts_ = 1 << device_.parts_shift, num_groups_ = 1 << device_.groups_shift;
-  const int warps_per_head_ = num_parts_ * num_groups_, warps_ = static_cast<int>(blockDim.x) / 32;
+  const int num_parts_ = 1 << device_.parts_shift, num_sets_ = 1 << device_.sets_shift;
+  const int warps_per_head_ = num_parts_ * num_sets_, warps_ = static_cast<int>(blockDim.x) / 32;
   const int heads_at_once_ = warps_ / warps_per_head_, num_heads_ = static_cast<int>(pass_.num_heads);
-  const int part_ = warp_ % num_parts_, group_ = warp_ / num_parts_ % num_groups_, head_ = warp_ / warps_per_head_;
+  const int part_ = warp_ % num_parts_, set_ = warp_ / num_parts_ % num_sets_, head_ = warp_ / warps_per_head_;
   const bool leads_ = part_ == num_parts_ - 1; // adds up the parts of a head; it often has fewer steps than the others
-  const int64_t sample_ = (static_cast<int64_t>(blockIdx.x) * num_groups_ + group_) * 32 + lane_;
+  const int64_t sample_ = (static_cast<int64_t>(blockIdx.x) * num_sets_ + set_) * 32 + lane_;
   const bool active_ = sample_ < pass_.batch;
 
  public:
-  GRADSCALE_DEVICE BlockOfSamples(const DevicePass& device, HeadSums* parts, SampleLoss* samples, GroupSums* groups)
-      : device_(device), parts_(parts), samples_(samples), groups_(groups) {
+  GRADSCALE_DEVICE BlockOfSamples(const DevicePass& device, HeadSums* parts, SampleLoss* samples, SetSums* sets)
+      : device_(device), parts_(parts), samples_(samples), sets_(sets) {
   }
 
   GRADSCALE_DEVICE void run(unsigned& last) const {
@@ -78,14 +78,14 @@ class BlockOfSamples {
     }
     __syncthreads();
     if (pass_.skips_nonfinite && clear_gradients()) {
-      add_heads(active_ && (groups_[group_].nonfinite >> lane_ & 1) == 0); // again, now without the skipped samples
+      add_heads(active_ && (sets_[set_].nonfinite >> lane_ & 1) == 0); // again, now without the skipped samples
       __syncthreads();
     }
     if (threadIdx.x == 0) {
       LossSums sums{0, 0};
-      for (int i = 0; i < num_groups_; ++i) {
-        sums.loss += groups_[i].loss;
-        sums.nonfinite += __popc(groups_[i].nonfinite);
+      for (int i = 0; i < num_sets_; ++i) {
+        sums.loss += sets_[i].loss;
+        sums.nonfinite += __popc(sets_[i].nonfinite);
       }
       device_.partial.losses[blockIdx.x] = sums;
       last = gridDim.x == 1 || count_in_order(device_.blocks_done) == gridDim.x - 1 ? 1 : 0;
@@ -127,9 +127,9 @@ class BlockOfSamples {
       }
       samples_[threadIdx.x] = own;
       __syncthreads();
-      if (leads_ && exists && group_ == 0) {
+      if (leads_ && exists && set_ == 0) {
         HeadSums sums = parts_[threadIdx.x];
-        for (int i = 1; i < num_groups_; ++i) {
+        for (int i = 1; i < num_sets_; ++i) {
           add(sums, parts_[threadIdx.x + 32 * num_parts_ * i]);
         }
         sums = over_lanes(sums);
@@ -186,7 +186,7 @@ class BlockOfSamples {
     }
   }
 
-  // Stores the loss of this lane's sample, and what the samples of the group add to the sums of the block.
+  // Stores the loss of this lane's sample, and what the samples of the set add to the sums of the block.
   GRADSCALE_DEVICE void store_samples() const {
     SampleLoss sample{0, 0};
     for (int i = 0; i < heads_at_once_; ++i) {
@@ -206,10 +206,10 @@ class BlockOfSamples {
         pass_.loss.store(sample_, sample.reduced);
       }
     }
-    const double loss = Group{32, lane_, nullptr}.sum(sample.reduced);
+    const double loss = Team{32, lane_, nullptr}.sum(sample.reduced);
     const unsigned nonfinite = __ballot_sync(kWholeWarp, !finite);
     if (lane_ == 0) {
-      groups_[group_] = {loss, nonfinite};
+      sets_[set_] = {loss, nonfinite};
     }
   }
 
@@ -218,11 +218,11 @@ class BlockOfSamples {
   GRADSCALE_DEVICE bool clear_gradients() const {
     bool any = false;
 #pragma unroll 1
-    for (int i = 0; i < num_groups_; ++i) {
+    for (int i = 0; i < num_sets_; ++i) {
 #pragma unroll 1
-      for (unsigned samples = groups_[i].nonfinite; samples != 0; samples &= samples - 1) {
+      for (unsigned samples = sets_[i].nonfinite; samples != 0; samples &= samples - 1) {
         any = true;
-        const int64_t sample = (static_cast<int64_t>(blockIdx.x) * num_groups_ + i) * 32 + __ffs(samples) - 1;
+        const int64_t sample = (static_cast<int64_t>(blockIdx.x) * num_sets_ + i) * 32 + __ffs(samples) - 1;
 #pragma unroll 1
         for (int64_t k = 0; k < pass_.num_segments; ++k) {
           const Segment& s = segment(k);
@@ -278,7 +278,7 @@ class BlockOfSamples {
       sums.loss += device_.partial.losses[b].loss;
       sums.nonfinite += device_.partial.losses[b].nonfinite;
     }
-    const Group warp{32, lane_, nullptr};
+    const Team warp{32, lane_, nullptr};
     const double loss = warp.sum(sums.loss), nonfinite = warp.sum(sums.nonfinite);
     if (lane_ == 0) {
       if (!pass_.each_sample) {
@@ -294,15 +294,15 @@ GRADSCALE_KERNEL(kTotalsThreads, 2)
 loss_totals(GRADSCALE_ARGUMENT(DevicePass) device) {
   GRADSCALE_SHARED(HeadSums, parts, kTotalsThreads);
   GRADSCALE_SHARED(SampleLoss, samples, kTotalsThreads);
-  GRADSCALE_SHARED(GroupSums, groups, kTotalsThreads / 32);
+  GRADSCALE_SHARED(SetSums, sets, kTotalsThreads / 32);
   GRADSCALE_SHARED(unsigned, last, 1);
-  BlockOfSamples<inside>(device, parts, samples, groups).run(last[0]);
+  BlockOfSamples<inside>(device, parts, samples, sets).run(last[0]);
 }
 
 GRADSCALE_KERNEL(kThreads, 2)
 count_unmasked(GRADSCALE_ARGUMENT(DevicePass) device) {
   GRADSCALE_SHARED(double, shared, kWarps);
-  const Group block = block_group(shared);
+  const Team block = block_team(shared);
   const Head& head = device.head(blockIdx.x);
   const Coefficients& c = device.coefficients_of(blockIdx.x);
   double unmasked = 0;

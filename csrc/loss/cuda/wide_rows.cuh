@@ -12,24 +12,24 @@
 namespace gradscale {
 
 // A block owns a row of `width` logits T. U is the type of its target: probabilities, or int64_t for a class. G is the
-// type of its gradient (void: none is wanted). A thread owns every kRowThreads-th unit of `unit` elements, issues the
-// loads of all its units of logits and targets before it waits for the first, and keeps them in registers as they are
-// in memory. If there are too many, targets are loaded again for the gradient, from the cache. Bytes: logits and
+// type of its gradient (void: none is wanted). A thread owns every kRowThreads-th packet of `packet` elements, issues
+// the loads of all its packets of logits and targets before it waits for the first, and keeps them in registers as they
+// are in memory. If there are too many, targets are loaded again for the gradient, from the cache. Bytes: logits and
 // targets are read once, gradients are written once.
-template <class T, class U, class G, int width, int unit, int options>
+template <class T, class U, class G, int width, int packet, int options>
 class WideRows {
   static constexpr bool kIsClass = std::is_same_v<U, int64_t>, kSmooths = (options & kSmoothing) != 0;
   static constexpr bool kOneHot = kIsClass && !kSmooths; // its targets, 0 for all but one action, cost nothing
   using Gradient = std::conditional_t<std::is_same_v<G, void>, T, G>;
   using Probability = std::conditional_t<kIsClass, float, U>;
   using Entropy = CrossEntropy<float, options>;
-  static constexpr int kStep = unit * kRowThreads; // elements from one unit of a thread to its next
-  static constexpr int kUnits = (width + kStep - 1) / kStep, kWarps = kRowThreads / 32, kSums = Entropy::kSums;
+  static constexpr int kStep = packet * kRowThreads; // elements from one packet of a thread to its next
+  static constexpr int kPackets = (width + kStep - 1) / kStep, kWarps = kRowThreads / 32, kSums = Entropy::kSums;
   template <class Element>
-  static constexpr int kWords = kUnits * ((unit * static_cast<int>(sizeof(Element)) + 3) / 4); // registers
+  static constexpr int kWords = kPackets * ((packet * static_cast<int>(sizeof(Element)) + 3) / 4); // registers
   static_assert(kWarps == 4);
   static constexpr bool kKeepsTargets = !kIsClass && kWords<T> + kWords<Probability> <= kMostWideWords;
-  static constexpr int kReadAhead = 16 / unit; // units of targets in flight, if they are loaded twice
+  static constexpr int kReadAhead = 16 / packet; // packets of targets in flight, if they are loaded twice
   static constexpr int kOthers =
       (kKeepsTargets ? kWords<Probability> : (kIsClass ? 8 : 32)) + (Entropy::kHasEntropy ? 68 : 44);
   static constexpr int kRegisters = (kWords<T> + kOthers + 7) / 8 * 8;
@@ -41,8 +41,8 @@ class WideRows {
   const int thread_ = block_.thread;
   const Probability* const targets_from_ =
       first(static_cast<const Probability*>(block_.segment.target.data), block_.segment.target.stride);
-  Packed<T, unit> logits_[kUnits];
-  Packed<Probability, unit> targets_[kUnits];
+  Packet<T, packet> logits_[kPackets];
+  Packet<Probability, packet> targets_[kPackets];
   int32_t class_ = 0;     // as class_of() returns it
   float class_logit_ = 0; // in thread 0
 
@@ -59,11 +59,11 @@ class WideRows {
     const Segment& s = block.segment;
     const T* const from = first(static_cast<const T*>(s.prediction.data), s.prediction.stride);
 #pragma unroll
-    for (int c = 0; c < kUnits; ++c) {
+    for (int c = 0; c < kPackets; ++c) {
       if (exists(c)) {
-        logits_[c] = load_packed<T, unit>(from + kStep * c);
+        logits_[c] = load_packet<T, packet>(from + kStep * c);
         if constexpr (kKeepsTargets) {
-          targets_[c] = load_packed<Probability, unit>(targets_from_ + kStep * c);
+          targets_[c] = load_packet<Probability, packet>(targets_from_ + kStep * c);
         }
       }
     }
@@ -86,19 +86,19 @@ class WideRows {
   // The address of this thread's first element of the row.
   template <class Element>
   GRADSCALE_DEVICE Element* first(Element* data, int64_t stride) const {
-    return kept(data + row_ * stride + unit * thread_);
+    return kept(data + row_ * stride + packet * thread_);
   }
 
-  // True if unit c is inside the row. The result is a compile-time constant, except for the last unit.
+  // True if packet c is inside the row. The result is a compile-time constant, except for the last packet.
   GRADSCALE_DEVICE bool exists(int c) const {
-    return kStep * (c + 1) <= width || kStep * c + unit * thread_ < width;
+    return kStep * (c + 1) <= width || kStep * c + packet * thread_ < width;
   }
 
   // Makes the compiler repeat computations with these elements, instead of keeping their results in registers.
-  template <class Units>
-  GRADSCALE_DEVICE static void forget(Units& units) {
+  template <class Packets>
+  GRADSCALE_DEVICE static void forget(Packets& packets) {
 #pragma unroll
-    for (auto& packed : units) {
+    for (auto& packed : packets) {
 #pragma unroll
       for (auto& word : packed.words) {
         if constexpr (sizeof(word) == 2) {
@@ -110,33 +110,33 @@ class WideRows {
     }
   }
 
-  // Calls function(c, logits, targets) for the units inside of the row.
+  // Calls function(c, logits, targets) for the packets inside of the row.
   template <class Function>
-  GRADSCALE_DEVICE void each_unit(Function function) {
+  GRADSCALE_DEVICE void each_packet(Function function) {
     forget(logits_);
     if constexpr (kKeepsTargets) {
       forget(targets_);
     }
     class_ = forgotten(class_);
 #pragma unroll
-    for (int c = 0; c < kUnits; ++c) {
+    for (int c = 0; c < kPackets; ++c) {
       if (!kKeepsTargets && !kIsClass && c > 0 && c % kReadAhead == 0) {
-        __syncwarp(); // the following loads, which are not load_packed(), are not issued before
+        __syncwarp(); // the following loads, which are not load_packet(), are not issued before
       }
       if (!exists(c)) {
         continue;
       }
-      float x[unit], t[unit];
+      float x[packet], t[packet];
       unpack(logits_[c], x);
       if constexpr (kKeepsTargets) {
         unpack(targets_[c], t);
       } else if constexpr (!kIsClass) {
-        unpack(*reinterpret_cast<const Packed<Probability, unit>*>(targets_from_ + kStep * c), t);
+        unpack(*reinterpret_cast<const Packet<Probability, packet>*>(targets_from_ + kStep * c), t);
       }
 #pragma unroll
-      for (int k = 0; k < unit; ++k) {
+      for (int k = 0; k < packet; ++k) {
         if constexpr (kIsClass) {
-          t[k] = class_mass(class_, kStep * c + unit * thread_ + k);
+          t[k] = class_mass(class_, kStep * c + packet * thread_ + k);
         }
         if constexpr (kSmooths) {
           t[k] = Smoothing<float>(block_.head.label_smoothing, width).smoothed(t[k]);
@@ -163,9 +163,9 @@ class WideRows {
   }
 
   GRADSCALE_DEVICE void compute() {
-    UnitExtremes<T, unit> extremes;
+    PacketExtremes<T, packet> extremes;
 #pragma unroll
-    for (int c = 0; c < kUnits; ++c) {
+    for (int c = 0; c < kPackets; ++c) {
       if (exists(c)) {
         extremes.add(logits_[c]);
       }
@@ -178,9 +178,9 @@ class WideRows {
     put(kLargest, lane_maximum<32>(largest));
     __syncthreads();
     const BinaryExponent exponent(maximum(kMaximum));
-    each_unit([&](int, const float* x, const float* t) {
+    each_packet([&](int, const float* x, const float* t) {
 #pragma unroll
-      for (int k = 0; k < unit; ++k) {
+      for (int k = 0; k < packet; ++k) {
         const float d = exponent.difference(x[k]), e = exponent.exponential(d);
         if constexpr (kOneHot) {
           Entropy::add_exponential(sums, e, Entropy::weighted(e, d));
@@ -220,9 +220,9 @@ class WideRows {
   // Adds the targets of illegal actions (-inf) to the sums. Returns this thread's largest magnitude of finite logits.
   GRADSCALE_DEVICE float add_illegal(float (&sums)[kSums]) {
     float largest = 0;
-    each_unit([&](int, const float* x, const float* t) {
+    each_packet([&](int, const float* x, const float* t) {
 #pragma unroll
-      for (int k = 0; k < unit; ++k) {
+      for (int k = 0; k < packet; ++k) {
         largest = larger(largest, finite_magnitude(x[k]));
         Entropy::add_illegal(sums, x[k], kOneHot ? 0.0f : t[k]);
       }
@@ -237,22 +237,22 @@ class WideRows {
     const Entropy entropy{static_cast<float>(block_.head.entropy_weight) * exponent.unit()};
     const auto factors = Entropy::factors(sums, approximate_reciprocal(sums[Entropy::kSum]), shared(kFactor, 0));
     float square = 0;
-    each_unit([&](int c, const float* x, const float* t) {
-      float gradient[unit];
-      // Only one unit of a row has a target that is not 0.
-      const bool has_target = static_cast<uint32_t>(class_ - kStep * c - unit * thread_) < unit;
+    each_packet([&](int c, const float* x, const float* t) {
+      float gradient[packet];
+      // Only one packet of a row has a target that is not 0.
+      const bool has_target = static_cast<uint32_t>(class_ - kStep * c - packet * thread_) < packet;
       const auto compute = [&](int k, float target) {
         const float d = exponent.difference(x[k]);
         gradient[k] = entropy.gradient(factors, exponent.exponential(d), d, target);
       };
 #pragma unroll
-      for (int k = 0; k < unit; ++k) {
+      for (int k = 0; k < packet; ++k) {
         compute(k, kOneHot ? 0.0f : t[k]);
       }
       if (kOneHot && has_target) {
         asm volatile(""); // keeps the branch, instead of choices for all elements
 #pragma unroll
-        for (int k = 0; k < unit; ++k) {
+        for (int k = 0; k < packet; ++k) {
           compute(k, t[k]);
         }
       }
@@ -260,13 +260,13 @@ class WideRows {
       for (float value : gradient) {
         square = fmaf(value, value, square);
       }
-      store_packed(to + kStep * c, packed<Gradient, unit>(gradient));
+      store_packet(to + kStep * c, packed<Gradient, packet>(gradient));
     });
     if (!counts) { // rarely: the branch costs less than a choice for each element
 #pragma unroll
-      for (int c = 0; c < kUnits; ++c) {
+      for (int c = 0; c < kPackets; ++c) {
         if (exists(c)) {
-          store_packed(to + kStep * c, Packed<Gradient, unit>{});
+          store_packet(to + kStep * c, Packet<Gradient, packet>{});
         }
       }
     }

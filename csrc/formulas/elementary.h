@@ -1,5 +1,5 @@
-// Exponentials, logarithms and products for the losses. They have no branches or library calls, so that compilers
-// vectorise loops over them for any instruction set.
+// Elementary functions: exponentials, logarithms, products and maxima. They have no branches or library calls, so that
+// compilers vectorise loops over them for any instruction set.
 #pragma once
 
 #include "port.h"
@@ -94,13 +94,6 @@ GRADSCALE_HOST_DEVICE double log_normal(double x) {
       power * 6.93147180369123816490e-01 + (twice_atanh<11>((m - 1) / (m + 1)) + power * 1.90821492927058770002e-10);
   return x < static_cast<double>(INFINITY) ? sum : x;
 }
-
-// Options of a head that change its cross-entropy, as bits.
-enum RowOptions : int32_t {
-  kSmoothing = 1,        // label_smoothing
-  kEntropy = 2,          // entropy_weight
-  kSubtractsEntropy = 4, // subtract_target_entropy
-};
 
 // weight * x, and 0 if the weight is 0, also for an infinite x.
 template <class T>

@@ -1,27 +1,27 @@
-// Groups of 16 rows. The scalars of a row (target, coefficient, logarithm, decoded value) are computed for all 16 rows
+// Bundles of 16 rows. The scalars of a row (target, coefficient, logarithm, decoded value) are computed for all 16 rows
 // in the lanes of a vector.
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
 // Up to 16 rows of a segment.
-struct Group {
+struct Bundle {
   int64_t first;
   int64_t count;
   double coefficients[kLanes]; // 0 for masked rows
   bool unmasked[kLanes];
 };
 
-// The sums of CrossEntropy for a group's rows. kWeighted weights the exponentials by 2j - width + 1 or by raw centre j,
-// and by differences of logits for a policy. Lanes without a row hold numbers that are not used.
+// The sums of CrossEntropy for a bundle's rows. kWeighted weights the exponentials by 2j - width + 1 or by raw centre
+// j, and by differences of logits for a policy. Lanes without a row hold numbers that are not used.
 template <class A>
-struct GroupSums {
+struct BundleSums {
   A at[CrossEntropy<A, kSubtractsEntropy>::kSums][kLanes];
 };
 
 // Elements of 16 rows. Column j holds element j of each row.
 template <class A>
-struct Tile {
+struct Columns {
   alignas(64) A at[kShortRow][kLanes];
 
   Lanes<A> column(int64_t j) const {
@@ -34,8 +34,8 @@ struct Tile {
 
 // The row of a lane, or the first row for a lane without one.
 template <class T>
-const T* lane_row(const Rows& rows, const Group& group, int64_t lane) {
-  return row_of<T>(rows, group.first + (lane < group.count ? lane : 0));
+const T* lane_row(const Rows& rows, const Bundle& bundle, int64_t lane) {
+  return row_of<T>(rows, bundle.first + (lane < bundle.count ? lane : 0));
 }
 
 inline void clear_row(const Segment& s, int64_t row) {
@@ -49,37 +49,37 @@ inline void clear_row(const Segment& s, int64_t row) {
 
 // The number of lanes to compute: all, or only the lanes with rows if there are fewer than 4, because a vector division
 // takes longer than a few scalar ones.
-inline int64_t lanes_of(const Group& group) {
-  return group.count < 4 ? group.count : kLanes;
+inline int64_t lanes_of(const Bundle& bundle) {
+  return bundle.count < 4 ? bundle.count : kLanes;
 }
 
-// The group that begins with row `first`, of up to 16 rows before row `end`.
-inline Group group_of(const Segment& s, const Coefficients& coefficients, int64_t first, int64_t end) {
-  Group group{first, end - first < kLanes ? end - first : kLanes, {}, {}};
-  for (int64_t i = 0; i < group.count; ++i) {
-    const RowFactor factor = coefficients.row_factor(s, first + i, coefficients.grad_output);
-    group.unmasked[i] = factor.counts;
-    group.coefficients[i] = factor.counts ? factor.coefficient : 0.0;
+// The bundle that begins with row `first`, of up to 16 rows before row `end`.
+inline Bundle bundle_of(const Pass& pass, const Segment& s, int64_t first, int64_t end) {
+  Bundle bundle{first, end - first < kLanes ? end - first : kLanes, {}, {}};
+  for (int64_t i = 0; i < bundle.count; ++i) {
+    const RowFactor factor = pass.row_factor(s, first + i);
+    bundle.unmasked[i] = factor.counts;
+    bundle.coefficients[i] = factor.counts ? factor.coefficient : 0.0;
   }
-  return group;
+  return bundle;
 }
 
-inline void clear_masked(const Segment& s, const Group& group) {
-  for (int64_t i = 0; i < group.count; ++i) {
-    if (!group.unmasked[i]) {
-      clear_row(s, group.first + i);
+inline void clear_masked(const Segment& s, const Bundle& bundle) {
+  for (int64_t i = 0; i < bundle.count; ++i) {
+    if (!bundle.unmasked[i]) {
+      clear_row(s, bundle.first + i);
     }
   }
 }
 
-// Calls run(group) for the groups of rows begin to end - 1. A masked row adds exactly nothing: its loss, metrics and
+// Calls run(bundle) for the bundles of rows begin to end - 1. A masked row adds exactly nothing: its loss, metrics and
 // gradient are 0 whatever it holds, and only its detail, which does not depend on its target, is kept.
 template <class Run>
-void each_group(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end, Run run) {
+void each_bundle(const Pass& pass, const Segment& s, int64_t begin, int64_t end, Run run) {
   for (int64_t first = begin; first < end; first += kLanes) {
-    const Group group = group_of(s, coefficients, first, end);
-    run(group);
-    clear_masked(s, group);
+    const Bundle bundle = bundle_of(pass, s, first, end);
+    run(bundle);
+    clear_masked(s, bundle);
   }
 }
 
@@ -101,14 +101,14 @@ void transform_many(const Support& support, int64_t count, A* x) {
   }
 }
 
-inline void encode_many(const Head& head, const Group& group, const double* scalars, HLGaussTarget* targets) {
-  for (int64_t i = 0; i < group.count; ++i) {
+inline void encode_many(const Head& head, const Bundle& bundle, const double* scalars, HLGaussTarget* targets) {
+  for (int64_t i = 0; i < bundle.count; ++i) {
     targets[i] = hl_gauss(scalars[i], head.support, head.sigma_ratio);
   }
 }
 
-inline void encode_many(const Head& head, const Group& group, const double* scalars, TwoHotTarget* targets) {
-  const int64_t lanes = lanes_of(group);
+inline void encode_many(const Head& head, const Bundle& bundle, const double* scalars, TwoHotTarget* targets) {
+  const int64_t lanes = lanes_of(bundle);
   double positions[kLanes];
   int32_t bins[kLanes];
 #pragma omp simd
@@ -121,22 +121,22 @@ inline void encode_many(const Head& head, const Group& group, const double* scal
     positions[i] = position_among_bins(positions[i], head.support);
     bins[i] = bin_below(positions[i], head.support);
   }
-  for (int64_t i = 0; i < group.count; ++i) {
+  for (int64_t i = 0; i < bundle.count; ++i) {
     targets[i] = two_hot_from(scalars[i], positions[i], bins[i], head.support);
   }
 }
 
-// The targets over the bins of a group's rows.
+// The targets over the bins of a bundle's rows.
 template <class Target>
 struct Targets {
   Target encoded[kLanes];
 
-  Targets(const Segment& s, const Group& group) {
+  Targets(const Segment& s, const Bundle& bundle) {
     double scalars[kLanes] = {};
     dispatch_element(s.target.element, [&](auto type) {
-      widen_column<decltype(type)>(s.target, group.first, group.count, scalars);
+      widen_column<decltype(type)>(s.target, bundle.first, bundle.count, scalars);
     });
-    encode_many(*s.head, group, scalars, encoded);
+    encode_many(*s.head, bundle, scalars, encoded);
   }
 };
 
@@ -145,31 +145,31 @@ Ahead ahead_of(const Segment& s, int64_t row) {
   return ahead_of<T>(s.prediction, s.gradient, row);
 }
 
-// Calls run(lane, extremes of its logits, sums) for each row of a group in turn.
+// Calls run(lane, extremes of its logits, sums) for each row of a bundle in turn.
 template <class T, class A, class Run>
-GroupSums<A> row_by_row(const Segment& s, const Group& group, Run run) {
-  GroupSums<A> sums;
-  for (int64_t i = group.count; i < kLanes; ++i) {
+BundleSums<A> row_by_row(const Segment& s, const Bundle& bundle, Run run) {
+  BundleSums<A> sums;
+  for (int64_t i = bundle.count; i < kLanes; ++i) {
     for (auto& sum : sums.at) {
       sum[i] = 1;
     }
   }
-  for (int64_t i = 0; i < group.count; ++i) {
-    const T* logits = row_of<T>(s.prediction, group.first + i);
+  for (int64_t i = 0; i < bundle.count; ++i) {
+    const T* logits = row_of<T>(s.prediction, bundle.first + i);
     const Extremes<A> extremes = extremes_of<A>(logits, s.width);
     const A magnitude = std::max(-extremes.smallest, extremes.largest); // NaN if `smallest` is NaN
-    s.metrics[group.first + i] = {0, std::isfinite(magnitude) ? magnitude : largest_finite<A>(logits, s.width)};
+    s.metrics[bundle.first + i] = {0, std::isfinite(magnitude) ? magnitude : largest_finite<A>(logits, s.width)};
     run(i, extremes, sums);
   }
   return sums;
 }
 
-// Stores the losses of a group's rows, and the entropies of policies.
+// Stores the losses of a bundle's rows, and the entropies of policies.
 template <bool is_policy, class A, int options>
 void store_losses(
-    const Segment& s, const Group& group, const GroupSums<A>& sums, const CrossEntropy<A, options>& formula) {
+    const Segment& s, const Bundle& bundle, const BundleSums<A>& sums, const CrossEntropy<A, options>& formula) {
   using Formula = CrossEntropy<A, options>;
-  const int64_t lanes = lanes_of(group);
+  const int64_t lanes = lanes_of(bundle);
   A loss[kLanes], entropy[kLanes];
 #pragma omp simd
   for (int64_t i = 0; i < lanes; ++i) {
@@ -180,21 +180,21 @@ void store_losses(
     loss[i] = formula.loss(row);
     entropy[i] = is_policy ? Formula::entropy(row) : A(0);
   }
-  s.loss.store(group.first, group.count, loss);
+  s.loss.store(bundle.first, bundle.count, loss);
   if (is_policy && s.detail.data != nullptr) {
-    s.detail.store(group.first, group.count, entropy);
+    s.detail.store(bundle.first, bundle.count, entropy);
   }
 }
 
 // Stores the decoded values of categorical rows.
 template <class A>
-void store_decoded(const Segment& s, const Group& group, const GroupSums<A>& sums) {
+void store_decoded(const Segment& s, const Bundle& bundle, const BundleSums<A>& sums) {
   using Formula = CrossEntropy<A, 0>;
   const Support& support = s.head->support;
   if (s.detail.data == nullptr) {
     return;
   }
-  const int64_t lanes = lanes_of(group);
+  const int64_t lanes = lanes_of(bundle);
   A decoded[kLanes];
 #pragma omp simd
   for (int64_t i = 0; i < lanes; ++i) {
@@ -207,7 +207,7 @@ void store_decoded(const Segment& s, const Group& group, const GroupSums<A>& sum
     }
     transform_many</*inverse=*/true>(support, lanes, decoded);
   }
-  s.detail.store(group.first, group.count, decoded);
+  s.detail.store(bundle.first, bundle.count, decoded);
 }
 
 } // namespace

@@ -1,5 +1,5 @@
-// Rows of any type, width and support, computed by a group of threads, which reads them in windows of 16 bytes: logits
-// of one distribution, and the heads of regression_heads.h. GroupRows of multi_step_loss.cuh is their kind of rows.
+// Rows of any type, width and support, computed by a team of threads, which reads them in windows of 16 bytes: logits
+// of one distribution, and the heads of regression_heads.h. TeamRows of multi_step_loss.cuh is their kind of rows.
 #pragma once
 
 #include "../../cuda/rows.cuh"
@@ -10,10 +10,10 @@
 
 namespace gradscale {
 
-// A row of a segment and the group of threads that owns it.
+// A row of a segment and the team of threads that owns it.
 struct RowTask : RowOfThread {
   const BlockOfRows& block;
-  int32_t width; // 0 for groups after the last row, which only take part in reductions
+  int32_t width; // 0 for teams after the last row, which only take part in reductions
   RowFactor factor;
 
   GRADSCALE_DEVICE RowTask(const BlockOfRows& block, double* shared)
@@ -28,10 +28,10 @@ struct RowTask : RowOfThread {
     return static_cast<const T*>(block.segment.prediction.data) + row * block.segment.prediction.stride;
   }
 
-  // Reduces the metrics of the group's threads, and stores the results of the row.
+  // Reduces the metrics of the team's threads, and stores the results of the row.
   GRADSCALE_DEVICE void store(double loss, double detail, double gradient_square, double largest_logit) const {
-    const RowMetrics metrics{group.sum(gradient_square), group.maximum(largest_logit)};
-    if (active && group.rank == 0) {
+    const RowMetrics metrics{team.sum(gradient_square), team.maximum(largest_logit)};
+    if (active && team.rank == 0) {
       block.store(row, factor.counts, loss, detail, metrics);
     }
   }
@@ -111,7 +111,7 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
   using Entropy = CrossEntropy<A, options>;
   constexpr int size = kVector<T>;
   const Head& head = task.block.head;
-  const LogitsRow<T> row{task.template prediction<T>(), task.width, task.group};
+  const LogitsRow<T> row{task.template prediction<T>(), task.width, task.team};
   const Entropy entropy{static_cast<A>(head.entropy_weight)};
   const Smoothing<A> smoothing(head.label_smoothing, task.block.segment.width);
   A largest_finite; // of this thread's logits
@@ -143,7 +143,7 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
   });
 #pragma unroll
   for (A& sum : sums) {
-    sum = task.group.sum(sum);
+    sum = task.team.sum(sum);
   }
   if (head.has_support() && head.support.raw) {
     const char* centers = task.block.table + task.block.span.raw_centers; // in A
@@ -175,7 +175,7 @@ GRADSCALE_DEVICE void each_window_pair(const RowTask& task, Function function) {
   const T* prediction = task.template prediction<T>();
   const Rows rows = task.block.segment.target;
   const Support& transform = task.block.head.support;
-  each_window(prediction, task.width, task.group, A(0), [&](const A* x, int32_t first) {
+  each_window(prediction, task.width, task.team, A(0), [&](const A* x, int32_t first) {
     A t[kVector<T>] = {};
     dispatch_element(rows.element, [&](auto type) {
       using U = decltype(type);
@@ -194,7 +194,7 @@ GRADSCALE_DEVICE void each_window_pair(const RowTask& task, Function function) {
 template <class RowHead, class T, class A>
 GRADSCALE_DEVICE void vector_row(const RowTask& task) {
   constexpr int size = kVector<T>;
-  const Group& group = task.group;
+  const Team& team = task.team;
   const bool wants_gradient = task.block.segment.gradient.data != nullptr;
   RowHead head{{static_cast<double>(task.block.segment.width), &task.block.head}};
   if constexpr (RowHead::kScales) {
@@ -206,7 +206,7 @@ GRADSCALE_DEVICE void vector_row(const RowTask& task) {
         largest_t = larger(largest_t, std::abs(t[k]));
       }
     });
-    head.scale(group.maximum(largest_x), group.maximum(largest_t));
+    head.scale(team.maximum(largest_x), team.maximum(largest_t));
   }
   A factor = RowHead::kGradientWaits ? A(0) : head.factor(task.factor.coefficient);
   double square = 0;
@@ -234,7 +234,7 @@ GRADSCALE_DEVICE void vector_row(const RowTask& task) {
   });
 #pragma unroll
   for (int i = 0; i < RowHead::kSums; ++i) {
-    sums.values[i] = group.sum(sums.values[i]);
+    sums.values[i] = team.sum(sums.values[i]);
   }
   const double loss = head.finish(sums);
   if (RowHead::kGradientWaits && wants_gradient) {

@@ -106,36 +106,38 @@ class Tile {
 
 // ---- The elements of a row that one lane owns -----------------------------------------------------------------------
 
-// `lanes_per_row` lanes of a warp own a row together. Its elements are grouped into units of `unit` elements, which a
-// lane accesses at once, and a lane owns every lanes_per_row-th unit. Units are aligned to their size. If the width is
-// odd, a row may begin at an odd element: its first and last units may be partly outside of the row, and their elements
-// are accessed one by one. The lanes of a row access lanes_per_row units at once, from the beginning of a sector of
-// memory (32 bytes) on. If these units are less than a sector, rows are copied through a tile in shared memory.
+// `lanes_per_row` lanes of a warp own a row together. Its elements are grouped into packets of `packet` elements, which
+// a lane accesses at once, and a lane owns every lanes_per_row-th packet. Packets are aligned to their size. If the
+// width is odd, a row may begin at an odd element: its first and last packets may be partly outside of the row, and
+// their elements are accessed one by one. The lanes of a row access lanes_per_row packets at once, from the beginning
+// of a sector of memory (32 bytes) on. If these packets are less than a sector, rows are copied through a tile in
+// shared memory.
 
 constexpr int log2_of(int power) {
   return power == 1 ? 0 : 1 + log2_of(power / 2);
 }
 
-template <class T, int width, int lanes_per_row, int unit>
-struct LaneUnits {
+template <class T, int width, int lanes_per_row, int packet>
+struct LanePackets {
   static constexpr int kElementsPerSector = 32 / static_cast<int>(sizeof(T));
-  static constexpr int kUnit = unit;
-  static constexpr int kStep = lanes_per_row * unit; // elements from one unit of a lane to its next
+  static constexpr int kPacket = packet;
+  static constexpr int kStep = lanes_per_row * packet; // elements from one packet of a lane to its next
   static constexpr bool kTiled = kStep < kElementsPerSector;
-  static constexpr bool kSplits = width % unit != 0; // units may be partly outside of the row
-  static constexpr int kMostBefore = kTiled ? 0 : kElementsPerSector - (kSplits ? 1 : unit); // elements before the row
-  static constexpr int kUnits = (width + kMostBefore + kStep - 1) / kStep;                   // of a lane
-  static constexpr int kElements = kUnits * unit;
-  static constexpr int kMiddle = kUnits / 2;
+  static constexpr bool kSplits = width % packet != 0; // packets may be partly outside of the row
+  static constexpr int kMostBefore =
+      kTiled ? 0 : kElementsPerSector - (kSplits ? 1 : packet);              // elements before the row
+  static constexpr int kPackets = (width + kMostBefore + kStep - 1) / kStep; // of a lane
+  static constexpr int kElements = kPackets * packet;
+  static constexpr int kMiddle = kPackets / 2;
   using Values = float[kElements];
   using Mask = std::conditional_t<(kElements >= 32), uint64_t, uint32_t>; // a bit for each element
   template <class U>
-  using Words = Packed<U, unit>[kUnits];
+  using Words = Packet<U, packet>[kPackets];
 
   int32_t first; // the index of this lane's first element; negative: before the row
 
-  GRADSCALE_DEVICE static LaneUnits from_row(const T* row, int lane) {
-    const int32_t first = unit * (lane % lanes_per_row);
+  GRADSCALE_DEVICE static LanePackets from_row(const T* row, int lane) {
+    const int32_t first = packet * (lane % lanes_per_row);
     if constexpr (kTiled) {
       return {first};
     } else {
@@ -150,12 +152,12 @@ struct LaneUnits {
 
   // True if element n is inside, wherever the row begins.
   GRADSCALE_DEVICE static constexpr bool is_inside(int n) {
-    return compared(n) >= kMostBefore && compared(n) + kStep - unit < width;
+    return compared(n) >= kMostBefore && compared(n) + kStep - packet < width;
   }
 
-  // True if all of unit c is inside, wherever the row begins.
+  // True if all of packet c is inside, wherever the row begins.
   GRADSCALE_DEVICE static constexpr bool is_whole(int c) {
-    return is_inside(unit * c) && is_inside(unit * c + unit - 1);
+    return is_inside(packet * c) && is_inside(packet * c + packet - 1);
   }
 
   // A bit for each of this lane's elements that are among `count` elements of the row from `begin` on.
@@ -167,7 +169,7 @@ struct LaneUnits {
   GRADSCALE_DEVICE int32_t elements_before(int32_t index) const {
     int32_t count = 0;
 #pragma unroll
-    for (int k = 0; k < unit; ++k) {
+    for (int k = 0; k < packet; ++k) {
       count += (index - first + kStep - 1 - k) >> log2_of(kStep);
     }
     return count;
@@ -176,7 +178,7 @@ struct LaneUnits {
   // The index of element n of this lane is first + index(n). Its distance from the middle of the row, in elements, is
   // distance(n) + middle(), where distance(n) is a constant whole number, so that sums over it are exact.
   GRADSCALE_DEVICE static constexpr int index(int n) {
-    return kStep * (n / unit) + n % unit;
+    return kStep * (n / packet) + n % packet;
   }
   GRADSCALE_DEVICE static constexpr float distance(int n) {
     return static_cast<float>(index(n) - kStep * kMiddle);
@@ -186,28 +188,28 @@ struct LaneUnits {
   }
 
   template <class U>
-  GRADSCALE_DEVICE void load(const U* row, float outside, Words<U>& units) const {
+  GRADSCALE_DEVICE void load(const U* row, float outside, Words<U>& packets) const {
     const U* const from = kTiled ? row + first : kept(row + first);
-    float values[unit];
+    float values[packet];
 #pragma unroll
-    for (int k = 0; k < unit; ++k) {
+    for (int k = 0; k < packet; ++k) {
       values[k] = outside;
     }
 #pragma unroll
-    for (int c = 0; c < kUnits; ++c) {
-      units[c] = packed<U, unit>(values);
+    for (int c = 0; c < kPackets; ++c) {
+      packets[c] = packed<U, packet>(values);
       if (is_split(c)) {
 #pragma unroll
-        for (int k = 0; k < unit; ++k) {
-          if (exists(unit * c + k)) {
-            set(units[c], k, load_packed<U, 1>(from + kStep * c + k));
+        for (int k = 0; k < packet; ++k) {
+          if (exists(packet * c + k)) {
+            set(packets[c], k, load_packet<U, 1>(from + kStep * c + k));
           }
         }
-      } else if (exists(unit * c)) {
+      } else if (exists(packet * c)) {
         if constexpr (kTiled) {
-          units[c] = *reinterpret_cast<const Packed<U, unit>*>(from + kStep * c);
+          packets[c] = *reinterpret_cast<const Packet<U, packet>*>(from + kStep * c);
         } else {
-          units[c] = load_packed<U, unit>(from + kStep * c);
+          packets[c] = load_packet<U, packet>(from + kStep * c);
         }
       }
     }
@@ -216,33 +218,34 @@ struct LaneUnits {
   template <class U>
   GRADSCALE_DEVICE void store(U* row, const Values& values) const {
     U* const to = kTiled ? row + first : kept(row + first);
-    const LaneUnits again{forgotten(first)}; // comparisons are repeated: keeping their results costs more
+    const LanePackets again{forgotten(first)}; // comparisons are repeated: keeping their results costs more
 #pragma unroll
-    for (int c = 0; c < kUnits; ++c) {
+    for (int c = 0; c < kPackets; ++c) {
       if (is_split(c)) {
 #pragma unroll
-        for (int k = 0; k < unit; ++k) {
-          if (again.exists(unit * c + k)) {
-            store_packed(to + kStep * c + k, packed<U, 1>(values + unit * c + k));
+        for (int k = 0; k < packet; ++k) {
+          if (again.exists(packet * c + k)) {
+            store_packet(to + kStep * c + k, packed<U, 1>(values + packet * c + k));
           }
         }
-      } else if (again.exists(unit * c)) {
-        const auto words = packed<U, unit>(values + unit * c);
+      } else if (again.exists(packet * c)) {
+        const auto words = packed<U, packet>(values + packet * c);
         if constexpr (kTiled) {
-          *reinterpret_cast<Packed<U, unit>*>(to + kStep * c) = words;
+          *reinterpret_cast<Packet<U, packet>*>(to + kStep * c) = words;
         } else {
-          store_packed(to + kStep * c, words);
+          store_packet(to + kStep * c, words);
         }
       }
     }
   }
 
  private:
-  // The index that is compared with the row's bounds for element n: of its unit's first element, if no unit is split.
+  // The index that is compared with the row's bounds for element n: of its packet's first element, if no packet is
+  // split.
   GRADSCALE_DEVICE static constexpr int compared(int n) {
-    return index(kSplits ? n : n - n % unit);
+    return index(kSplits ? n : n - n % packet);
   }
-  // True if unit c may be partly outside of the row.
+  // True if packet c may be partly outside of the row.
   GRADSCALE_DEVICE static constexpr bool is_split(int c) {
     return kSplits && !is_whole(c);
   }
