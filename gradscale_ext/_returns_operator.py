@@ -12,7 +12,6 @@ from ._native import _C
 from ._trajectories import CLIPS, Discount, MuZeroTargets, Trajectories, result_dtype
 from ._window_values import check_targets, check_values
 from ._windows import Window
-from .reference.returns import times
 
 #: The number that an operator has for each function.
 FORMULAS = {function: formula for formula, function in enumerate(_C.functions_over_trajectories)}
@@ -42,12 +41,6 @@ def run(function: str, call: Trajectories) -> tuple[torch.Tensor, ...]:
     if device.type not in (*_native.DEVICE_TYPES, "meta"):
         return _by_reference(function, call)
     dtype = result_dtype(*call)
-    if not _context.is_eager() and any([_context.varies(clip) for clip in call.clips]):
-        if function == "vtrace":
-            return _vtrace_with_varying_clips(call)
-        assert call.ratios is not None
-        ratios = _clipped(call.ratios, call.clips[0], dtype)
-        call = call._replace(ratios=ratios, clips=(torch.inf, torch.inf, torch.inf))
     discounts, discount = _split(call.discount, dtype, device)
     lambdas, lambda_ = _split(call.lambda_, dtype, device)
     rewards, values = call.rewards, call.values
@@ -55,89 +48,14 @@ def run(function: str, call: Trajectories) -> tuple[torch.Tensor, ...]:
         # The operator does not need values, but the dtype of the results depends on theirs.
         rewards = rewards.double() if dtype == torch.float64 else rewards
         values = None
-    coefficients = (call.ratios, discounts, lambdas, call.terminated, call.truncated, call.mask, discount, lambda_)
-    return _operator(
-        function, rewards, values, call.next_values, *coefficients, call.clips, call.n, batch_first=call.batch_first
-    )
-
-
-def _operator(
-    function: str,
-    rewards: torch.Tensor,
-    values: torch.Tensor | None,
-    next_values: torch.Tensor | None,
-    ratios: torch.Tensor | None = None,
-    discounts: torch.Tensor | None = None,
-    lambdas: torch.Tensor | None = None,
-    terminated: torch.Tensor | None = None,
-    truncated: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
-    discount: float = 1.0,
-    lambda_: float = 1.0,
-    clips: tuple[float, float, float] = (torch.inf, torch.inf, torch.inf),
-    n: int = 0,
-    *,
-    batch_first: bool,
-) -> tuple[torch.Tensor, ...]:
-    inputs = (rewards, values, next_values, ratios, discounts, lambdas, terminated, truncated, mask)
-    numbers = (discount, lambda_, *clips, n, batch_first)
-    is_adjoint, wants, observations = False, [False] * 3, next_values is None and function != "n_step_transitions"
+    clips, limits = zip(*[_split(clip, dtype, device) for clip in call.clips], strict=True)
+    inputs = (rewards, values, call.next_values, call.ratios, discounts, lambdas, *clips)
+    flags = (call.terminated, call.truncated, call.mask)
+    numbers = (discount, lambda_, *limits, call.n, call.batch_first)
+    is_adjoint, wants = False, [False] * 3
+    observations = call.next_values is None and function != "n_step_transitions"
     formula = FORMULAS[function]
-    return tuple(torch.ops.gradscale_ext.returns(is_adjoint, formula, wants, observations, *inputs, *numbers))
-
-
-def _clipped(ratios: torch.Tensor, clip: float, dtype: torch.dtype) -> torch.Tensor:
-    """min(clip, ratio), which keeps NaN. The clip may vary under `torch.compile`."""
-    return torch.minimum(ratios.to(dtype), _context.as_tensor(clip, ratios.device, dtype))
-
-
-def _vtrace_with_varying_clips(call: Trajectories) -> tuple[torch.Tensor, ...]:
-    """V-trace in PyTorch operations, with its recurrence computed by the operator for generalized advantages.
-
-    The operator accepts clips only as constants, so that it would be compiled again for each value of a varying clip.
-    Coefficients are not detached, so that the operator raises if they have a tangent.
-    """
-    rewards = call.rewards
-    dtype, device, time_dim = result_dtype(*call), rewards.device, 1 if call.batch_first else 0
-    steps = rewards.shape[time_dim]
-    never = torch.zeros_like(rewards, dtype=torch.bool)
-    terminated, truncated = (never if flags is None else flags for flags in (call.terminated, call.truncated))
-    live = ~never if call.mask is None else call.mask
-
-    def later(tensor: torch.Tensor) -> torch.Tensor:
-        """Shift by one step: the entry at t is the entry of t + 1, and 0 at the last step."""
-        end = torch.zeros_like(tensor.narrow(time_dim, 0, min(steps, 1)))
-        return torch.cat([tensor.narrow(time_dim, min(steps, 1), max(steps - 1, 0)), end], time_dim)
-
-    def read(tensor: torch.Tensor, where: torch.Tensor = live) -> torch.Tensor:
-        return torch.where(where, tensor.to(dtype), 0)
-
-    def coefficient(value: Discount) -> torch.Tensor:
-        if isinstance(value, torch.Tensor):
-            return value.to(device)
-        return _context.as_tensor(value, device, dtype)
-
-    cut = terminated | truncated | ~later(live)
-    assert call.values is not None
-    assert call.ratios is not None
-    next_values = call.values.narrow(time_dim, 1, steps) if call.next_values is None else call.next_values
-    values = read(call.values.narrow(time_dim, 0, steps))
-    bootstrap = read(next_values, live & ~terminated)
-    discount = read(coefficient(call.discount))
-    lambda_ = read(coefficient(call.lambda_), live & ~cut)
-    ratios = read(call.ratios)
-    rho, c, pg_rho = (_clipped(ratios, clip, dtype) for clip in call.clips)
-
-    received = read(rewards) - values
-    corrections = times(rho, received) + times(rho, discount, bootstrap)
-    zeros = torch.zeros_like(corrections)
-    lambdas = times(lambda_, discount, c)  # 0 at cuts and in padding
-    (e, _) = _operator(
-        "generalized_advantages", corrections, zeros, zeros, lambdas=lambdas, batch_first=call.batch_first
-    )
-    targets = values + e
-    mixed = times(pg_rho, discount, 1 - lambda_, bootstrap) + times(pg_rho, discount, lambda_, later(targets))
-    return targets, times(pg_rho, received) + mixed
+    return tuple(torch.ops.gradscale_ext.returns(is_adjoint, formula, wants, observations, *inputs, *flags, *numbers))
 
 
 def _by_reference(function: str, call: Trajectories) -> tuple[torch.Tensor, ...]:

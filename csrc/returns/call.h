@@ -2,6 +2,7 @@
 // read.
 #pragma once
 
+#include "../cuda/threads.h"
 #include "../formulas/element.h"
 
 namespace gradscale {
@@ -85,6 +86,7 @@ enum OperandIndex {
 };
 
 constexpr int kNumbers = kTerminated;
+constexpr int kClips = 3;
 
 // A thread of a GPU reads kAhead steps before it uses the first. Long rows are divided into chunks of a block's steps.
 constexpr int kAhead = 4;
@@ -98,7 +100,7 @@ struct ReturnsCall {
   int64_t steps;
   int64_t n; // at most `steps`
   Operand operands[kOperands];
-  double limits[3]; // V-trace: clip_rho, clip_c, clip_pg_rho; Retrace: clip_c
+  Operand clips[kClips]; // numbers for all steps. V-trace: clip_rho, clip_c, clip_pg_rho; Retrace: clip_c
   // In an adjoint: the gradients of rewards, values and next values. The gradient of a value of V-trace is the sum of
   // the second output and the fourth output of the step before. The third output of n-step transitions is int64.
   ReturnsOutput outputs[kOutputs];

@@ -33,7 +33,7 @@ struct Transition {
   V discount;
   V lambda;
   V ratio;
-  V limits[3];
+  V limits[kClips];
   M live; // not masked
   M terminated;
   M cut; // terminated, truncated, or followed by a masked step or the end: nothing passes between t and t + 1

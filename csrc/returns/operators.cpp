@@ -184,7 +184,7 @@ Tensors batched_returns(const LinearCall& call) {
   std::vector<at::Tensor*> places;
   Tensors tensors;
   flat.each_tensor([&](at::Tensor& tensor) {
-    if (tensor.defined()) {
+    if (tensor.defined() && (tensor.dim() != 0 || at::isBatchedTensor(tensor))) {
       places.push_back(&tensor);
       tensors.push_back(tensor);
     }

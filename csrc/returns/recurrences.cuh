@@ -30,9 +30,10 @@ namespace gradscale {
 enum class Layout { any, runs, columns };
 
 // The tensors that a call has are the bits of the template argument `given`: bit k is set for operand k, and the bits
-// from kFirstOutput on for the outputs. The other operands are constants. With Layout::any all bits are set, and an
-// operand is a constant if its data is null.
+// from kFirstOutput on for the outputs, and from kFirstClip on for the clips. The other operands are constants. With
+// Layout::any all bits are set, and an operand is a constant if its data is null.
 constexpr unsigned kFirstOutput = 1u << kOperands;
+constexpr unsigned kFirstClip = kFirstOutput << kOutputs;
 
 // True for formulas whose results read y of the step before in the walk.
 template <class F>
@@ -75,8 +76,8 @@ class Row {
       s.cut = flag(kTruncated, t);
     }
 #pragma unroll
-    for (int k = 0; k < 3; ++k) {
-      s.limits[k] = static_cast<A>(call.limits[k]);
+    for (int k = 0; k < kClips; ++k) {
+      s.limits[k] = limit(k);
     }
     return s;
   }
@@ -147,6 +148,18 @@ class Row {
 
   GRADSCALE_DEVICE bool flag(int k, Index t) const {
     return element<uint8_t>(k, t) != 0;
+  }
+
+  GRADSCALE_DEVICE A limit(int k) const {
+    const Operand& clip = call.clips[k];
+    if (!has(kFirstClip << k, clip)) {
+      return static_cast<A>(clip.constant);
+    }
+    if constexpr (layout == Layout::any) {
+      return element_at<A>(clip, 0, 0);
+    } else {
+      return *static_cast<const A*>(clip.data);
+    }
   }
 
   static constexpr int first_output() {

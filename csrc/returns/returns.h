@@ -33,11 +33,12 @@ struct LinearCall {
   // True if values and next values are one input, the values [B, T+1] of all observations.
   bool observations;
   std::array<bool, 3> wants; // of an adjoint: the gradients that are computed
-  // Constants. Undefined tensors are absent; `discount` and `lambda` are used if `discounts` and `lambdas` are
-  // undefined.
+  // Constants. Undefined tensors are absent; `discount`, `lambda` and `limits` are used where `discounts`, `lambdas`
+  // and `clips` are undefined. A clip has one element.
   at::Tensor ratios;
   at::Tensor discounts;
   at::Tensor lambdas;
+  std::array<at::Tensor, 3> clips;
   at::Tensor terminated;
   at::Tensor truncated;
   at::Tensor mask;
@@ -60,6 +61,9 @@ struct LinearCall {
     visit("ratios", self.ratios);
     visit("discounts", self.discounts);
     visit("lambdas", self.lambdas);
+    visit("clip_0", self.clips[0]);
+    visit("clip_1", self.clips[1]);
+    visit("clip_2", self.clips[2]);
     visit("terminated", self.terminated);
     visit("truncated", self.truncated);
     visit("mask", self.mask);

@@ -129,6 +129,11 @@ std::string form_of(const ReturnsCall& call) {
   for (const ReturnsOutput& output : call.outputs) {
     add(output, true);
   }
+  for (const Operand& clip : call.clips) {
+    given |= clip.data == nullptr ? 0 : bit;
+    is_plain = is_plain && (clip.data == nullptr || clip.element == call.element);
+    bit *= 2;
+  }
   return !is_plain ? "Layout::any, " + std::to_string(bit - 1)
                    : (stride == 1 ? "Layout::runs, " : "Layout::columns, ") + std::to_string(given);
 }
@@ -291,7 +296,12 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   read(kTerminated, linear.terminated, 0);
   read(kTruncated, linear.truncated, 0);
   read(kMask, linear.mask, 1);
-  std::copy(linear.limits.begin(), linear.limits.end(), call.limits);
+  std::array<at::Tensor, kClips> clips;
+  for (int k = 0; k < kClips; ++k) {
+    clips[k] = on_device(linear.clips[k], device);
+    TORCH_CHECK(!clips[k].defined() || clips[k].numel() == 1, "gradscale_ext::returns: a clip must have one element");
+    call.clips[k] = operand_of(clips[k], linear.limits[k], batch_first);
+  }
   const at::TensorOptions third_options = is_transitions ? options.dtype(at::kLong) : options;
   if (is_pooled(third_options, call.rows * call.steps)) {
     begin_pooled_call(options.device());

@@ -111,7 +111,7 @@ struct Tile {
   Piece<uint8_t> terminated, truncated, live, later_live;
   Piece<A> later_values; // of the next steps
   A* out[kOutputs];
-  A limits[3];
+  A limits[kClips];
 };
 
 // The operands and outputs of a call, a tile at a time.
@@ -133,8 +133,8 @@ class Sources {
             {call.operands[kLambda], inner},
             {call.operands[kRatios], inner}},
         flags_{{call.operands[kTerminated], inner}, {call.operands[kTruncated], inner}, {call.operands[kMask], inner}} {
-    for (int k = 0; k < 3; ++k) {
-      tile.limits[k] = static_cast<A>(call.limits[k]);
+    for (int k = 0; k < kClips; ++k) {
+      tile.limits[k] = element_at<A>(call.clips[k], 0, 0);
     }
   }
 
