@@ -233,17 +233,18 @@ def train(training: Training, checkpoint: Path, max_seconds: float, monitor: boo
     if training.finished or training.seconds >= max_seconds:
         print(f"this run has finished, after step {begun}; evaluating it again (--fresh deletes it and starts again)")
         return
-    print(f"continuing from step {begun}" if begun else "starting a run", f"in {checkpoint.parent}")
     # The number of steps, the time or a solved game ends the run: the bar shows the one that is closest to its end.
     interval = 0.5 if sys.stderr.isatty() else 20
     form = "{percentage:3.0f}%|{bar:20}| {desc}"
-    bar = tqdm(total=1.0, mininterval=interval, miniters=0, bar_format=form, disable=not is_first)
-    with (
-        bar,
-        logs(checkpoint.parent, begun) if is_first else contextlib.nullcontext() as writer,
-        monitored(training, writer) if monitor and writer else contextlib.nullcontext(),
-        Interruption() as interruption,
-    ):
+    with contextlib.ExitStack() as stack:
+        interruption = stack.enter_context(Interruption())  # before libraries that swallow exceptions
+        print(f"continuing from step {begun}" if begun else "starting a run", f"in {checkpoint.parent}")
+        bar = stack.enter_context(
+            tqdm(total=1.0, mininterval=interval, miniters=0, bar_format=form, disable=not is_first)
+        )
+        writer = stack.enter_context(logs(checkpoint.parent, begun)) if is_first else None
+        if monitor and writer:
+            stack.enter_context(monitored(training, writer))
         while not training.finished:
             requests = training.ranks.gather((interruption.requested, training.seconds >= max_seconds))
             interrupted, late = (any(flags) for flags in zip(*requests, strict=True))
