@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 #: A comparison with infinity would hold for every number that varies under torch.compile.
 _LARGEST = sys.float_info.max
-#: Details of heads in the order of `Detail` in csrc/loss/segment.h.
+#: Details of heads in the order of `Detail` in csrc/loss/kernels.h.
 DETAILS = (None, "expected", "entropy")
 
 
@@ -50,7 +50,7 @@ class Head:
     first_step: int = 0
 
     kind: ClassVar[str] = ""
-    """Name of the head's formula, in the kernels (`Kind` in csrc/loss/segment.h) and in the reference."""
+    """Name of the head's formula, in the kernels (`Kind` in csrc/loss/kernels.h) and in the reference."""
     forms: ClassVar[tuple[Form, ...]] = ()
     """The forms that a prediction and its target may have."""
     detail: ClassVar[Literal["expected", "entropy"] | None] = None
@@ -78,7 +78,7 @@ class Head:
                 )
 
     def numbers(self) -> dict[str, float]:
-        """The head's numbers by the names that the kernels give them (csrc/loss/segment.h)."""
+        """The head's numbers by the names that the kernels give them (csrc/loss/kernels.h)."""
         return {"detail": DETAILS.index(self.detail), "weight": self.weight, "first_step": self.first_step}
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ from gradscale_ext import _kernels
 from gradscale_ext._native import _C
 from gradscale_ext.cli import compile as precompile
 
-FILE, NAME = "flow/scale_gradient.cuh", "scale_dense<float>"
+FILE, NAME = "flow/cuda/scale_gradient.cuh", "scale_dense<float>"
 DRIVER = Path(sys.prefix) / "driver.so"
 
 
@@ -207,7 +207,7 @@ def test_the_error_names_an_unsupported_gpu():
 
 def test_the_error_names_a_kernel_that_does_not_compile():
     with pytest.raises(
-        RuntimeError, match=r"(?s)NVRTC \S+ cannot compile no_kernel of flow/scale_gradient.cuh.*undefined"
+        RuntimeError, match=r"(?s)NVRTC \S+ cannot compile no_kernel of flow/cuda/scale_gradient.cuh.*undefined"
     ):
         _kernels.image_of(FILE, "no_kernel", "sm_90")
 

@@ -1278,7 +1278,7 @@ def test_the_fused_path_raises_if_unsupported():
 def test_every_kind_of_head_is_known_everywhere():
     """A head has a name, a public dataclass, a formula in the reference, and a kind in the kernels."""
     heads = {cls.kind: cls for cls in gs.heads.Head.__subclasses__() if cls.__module__.startswith("gradscale_ext")}
-    header = (Path(__file__).parent.parent / "csrc/loss/segment.h").read_text()
+    header = (Path(__file__).parent.parent / "csrc/loss/kernels.h").read_text()
     in_kernels = {kind: rest for kind, *rest in re.findall(r"^  kind\((\w+), (\w+), (.*)\)", header, re.MULTILINE)}
     assert set(heads) == set(in_kernels) == set(gs.reference.losses._LOSSES)
     for kind, head in heads.items():

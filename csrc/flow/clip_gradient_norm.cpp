@@ -4,8 +4,8 @@
 #include "../cpu/range.h"
 #include "../cuda/driver.h"
 #include "../cuda/row_shape.h"
-#include "calls.h"
 #include "identity.h"
+#include "kernels.h"
 
 #include <ATen/DimVector.h>
 #include <ATen/Parallel.h>
@@ -131,7 +131,7 @@ int32_t threads_for_group_in_registers(const RescaleCall& call) {
 }
 
 void launch_rescale(RescaleCall call, const OnDevice& device) {
-  constexpr const char* file = "flow/clip_gradient_norm.cuh";
+  constexpr const char* file = "flow/cuda/clip_gradient_norm.cuh";
   const std::string type = type_name(call.element);
   if (const int32_t kept = threads_for_group_in_registers(call); kept > 0) {
     const std::string name = instance("rescale_kept", {type, std::to_string(kept)});

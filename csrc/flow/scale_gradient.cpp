@@ -2,8 +2,8 @@
 // broadcasts to x. A scale of 0 gives exact zeros, also where the gradient is inf or NaN.
 #include "../cpu/range.h"
 #include "../cuda/driver.h"
-#include "calls.h"
 #include "identity.h"
+#include "kernels.h"
 
 #include <ATen/ScalarOps.h>
 #include <ATen/TensorIterator.h>
@@ -56,7 +56,7 @@ void launch_scale(const ScaleCall& call, const OnDevice& device) {
   const bool dense = call.count == 1 || (contiguous && (call.strides[2][0] == 0 || call.strides[2][0] == sum_bytes));
   const int64_t elements = dense ? kElementsOfBlock : kThreads; // of a block
   const std::string name = instance(dense ? "scale_dense" : "scale_broadcast", {type_name(call.element)});
-  device.launch("flow/scale_gradient.cuh", name, (call.count + elements - 1) / elements, kThreads, call);
+  device.launch("flow/cuda/scale_gradient.cuh", name, (call.count + elements - 1) / elements, kThreads, call);
 }
 
 // sign * g * scale, in the gradient's memory if it has no other owner; empty if the kernels do not accept these

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "../support/support.h"
-#include "segment.h"
+#include "kernels.h"
 
 #include <ATen/core/Tensor.h>
 

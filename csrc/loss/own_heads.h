@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../formulas/elementary.h"
-#include "segment.h"
+#include "kernels.h"
 
 namespace gradscale {
 

@@ -296,15 +296,7 @@ py::dict outputs_to_python(const Plan& plan, const Call& call) {
   return result;
 }
 
-} // namespace
-
-Plan::Plan(py::dict heads, const std::vector<std::string>& head_names, const std::vector<double>& numbers)
-    : heads(std::move(heads)), table(head_names, numbers) {
-  for (const auto& item : this->heads) {
-    names.push_back(py::reinterpret_borrow<py::object>(item.first));
-  }
-}
-
+// Makes a plan whose deleter takes the GIL: its last owner may be a node of the graph that a thread of autograd frees.
 std::shared_ptr<Plan> make_plan(
     py::dict heads, const std::vector<std::string>& names, const std::vector<double>& numbers) {
   return {new Plan(std::move(heads), names, numbers), [](Plan* plan) {
@@ -313,6 +305,10 @@ std::shared_ptr<Plan> make_plan(
           }};
 }
 
+// Computes the loss. `options` is an `Options` of gradscale_ext/call/options.py, whose fields have the order of the C++
+// Options (tests/test_loss_contexts.py checks it). Returns the fields of `MultiStepLossOutput` by name, or None if the
+// fused kernels do not accept the call: an argument is wrong, for which Python then raises the error, or a tensor is of
+// another kind (subclass, transform, device), for which Python has another path.
 py::object multi_step_loss(
     const std::shared_ptr<Plan>& plan, py::handle predictions, py::handle targets, py::handle options) {
   Call call;
@@ -329,6 +325,28 @@ py::object multi_step_loss(
     record_call(std::move(call), plan);
   }
   return result;
+}
+
+} // namespace
+
+Plan::Plan(py::dict heads, const std::vector<std::string>& head_names, const std::vector<double>& numbers)
+    : heads(std::move(heads)), table(head_names, numbers) {
+  for (const auto& item : this->heads) {
+    names.push_back(py::reinterpret_borrow<py::object>(item.first));
+  }
+}
+
+void define_loss(py::module_& m) {
+  py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan").def(py::init(&make_plan));
+  m.def("multi_step_loss", &multi_step_loss);
+  m.def("outputs", [] { // name -> true for a list by head; in the order in which the operator returns them
+    const Outputs none;
+    py::dict outputs;
+    Outputs::each(none, [&](const char* name, const auto& output) {
+      outputs[name] = !std::is_same_v<std::decay_t<decltype(output)>, at::Tensor>;
+    });
+    return outputs;
+  });
 }
 
 } // namespace gradscale

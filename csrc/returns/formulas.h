@@ -15,7 +15,7 @@
 // transitions give a = b = 0 and results of 0.
 //
 // The CPU's kernels include this once for each instruction set, into its namespace: lanes are vectors of that set.
-#include "call.h"
+#include "kernels.h"
 
 namespace gradscale {
 #ifdef GRADSCALE_VARIANT

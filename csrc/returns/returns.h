@@ -1,7 +1,7 @@
 // Targets from trajectories: the functions, their adjoints, and MuZero's windows.
 #pragma once
 
-#include "call.h"
+#include "kernels.h"
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/SymInt.h>

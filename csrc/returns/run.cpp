@@ -105,7 +105,7 @@ at::Tensor ratios_that_are_read(const LinearCall& linear) {
 
 // ---- GPUs ----------------------------------------------------------------------------------------------------------
 
-constexpr const char* kWindowsFile = "returns/windows.cuh";
+constexpr const char* kWindowsFile = "returns/cuda/windows.cuh";
 
 // The layout of a call's tensors, and the set of given tensors as bits: template arguments of Row in recurrences.cuh.
 std::string form_of(const ReturnsCall& call) {
@@ -180,7 +180,7 @@ void launch_returns(ReturnsCall call, bool across, const OnDevice& device) {
       memory.zero_();
     }
     call.workspace = memory.mutable_data_ptr();
-    device.launch("returns/long_rows.cuh", instance("recur_chunks", arguments), chunks, kThreads, call);
+    device.launch("returns/cuda/long_rows.cuh", instance("recur_chunks", arguments), chunks, kThreads, call);
     return;
   }
   // With at least 16 rows per multiprocessor there are enough warps although each of them owns kAhead rows.
@@ -188,7 +188,7 @@ void launch_returns(ReturnsCall call, bool across, const OnDevice& device) {
   const char* kernel = across ? "recur_across" : is_short ? "recur_short" : "recur_along";
   const int rows_of_block = across ? kWarpSize : is_short ? kWarps * kAhead : kWarps;
   const int64_t blocks = blocks_for(call.rows, rows_of_block);
-  device.launch("returns/recurrences.cuh", instance(kernel, arguments), blocks, kThreads, call);
+  device.launch("returns/cuda/recurrences.cuh", instance(kernel, arguments), blocks, kThreads, call);
 }
 
 // True if the length of a row is from 0 to L, and its targets read at most two players.

@@ -1,4 +1,4 @@
-#include "tensors.h"
+#include "statistics.h"
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
@@ -88,7 +88,7 @@ at::Tensor clipping_of(
     call.max_norm = limit.item<double>();
   }
   if (on_device) {
-    OnDevice(values.device()).launch("statistics/clip_gradients.cuh", "find_clipping", 1, kThreads, call);
+    OnDevice(values.device()).launch("statistics/cuda/clip_gradients.cuh", "find_clipping", 1, kThreads, call);
   } else {
     find_clipping(call);
   }

@@ -1,4 +1,4 @@
-#include "tensors.h"
+#include "statistics.h"
 
 #include "../torch/autograd.h"
 
@@ -30,7 +30,7 @@ double sum_of_squares(const std::vector<TensorRange>& ranges) {
 // loss = factor * sum of squares.
 void launch_squares(const std::vector<TensorRange>& ranges, double factor, const at::Tensor& loss) {
   const OnDevice device(loss.device());
-  constexpr const char* file = "statistics/l2_loss.cuh";
+  constexpr const char* file = "statistics/cuda/l2_loss.cuh";
   int64_t most_sums = 0; // one for each tensor, or for each of its chunks
   for (const TensorRange& range : ranges) {
     most_sums += 1 + range.size * element_size(range.element) / kChunkOfSquares;

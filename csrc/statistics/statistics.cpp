@@ -1,4 +1,4 @@
-#include "tensors.h"
+#include "statistics.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -183,7 +183,7 @@ void launch_statistics(
   const auto has_chunks = [](const ListedTensor& tensor) { return tensor_blocks(tensor, kChunkOfStatistics) > 1; };
   for_each_list_of_tensors(ranges, kChunkOfStatistics, [&](const auto& list, int64_t blocks) {
     StatisticsArguments<std::decay_t<decltype(list)>> arguments{list, nullptr, p, out};
-    constexpr const char* file = "statistics/statistics.cuh";
+    constexpr const char* file = "statistics/cuda/statistics.cuh";
     const std::string name = instance("chunk_statistics", {windows ? "true" : "false", type_name(list)});
     const bool has_parts = std::any_of(list.ranges + list.singles, list.ranges + list.count, has_chunks);
     at::Tensor memory;
@@ -251,7 +251,7 @@ void launch_unit_norms(const std::vector<UnitPair>& pairs, const UnitNorms& out,
     const at::Tensor memory = device.memory(blocks * kWarps * static_cast<int64_t>(sizeof(PowerSum)));
     const UnitNormsArguments<std::decay_t<decltype(list)>> arguments{
         list, static_cast<PowerSum*>(memory.mutable_data_ptr()), out.norms};
-    constexpr const char* file = "statistics/clip_gradients.cuh";
+    constexpr const char* file = "statistics/cuda/clip_gradients.cuh";
     device.launch(file, instance("unit_sums", {type_name(list)}), blocks, kThreads, arguments);
     if (std::any_of(list.ranges + list.singles, list.ranges + list.count, has_pieces)) {
       device.launch(file, instance("unit_norms", {type_name(list)}), blocks, kThreads, arguments);

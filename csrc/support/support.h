@@ -95,4 +95,7 @@ at::Tensor encode(const Support& support, double sigma_ratio, const at::Tensor& 
 at::Tensor project(
     const Support& support, const at::Tensor& probabilities, const at::Tensor& rewards, const at::Tensor& discounts);
 
+// Defines the functions that Python calls in eager mode.
+void define_support(pybind11::module_& m);
+
 } // namespace gradscale

@@ -1,7 +1,7 @@
 // The CPU kernel for rows of float logits, without PyTorch. test_formulas.py compiles it, and loads it with ctypes.
 #define GRADSCALE_VARIANT baseline
 #define GRADSCALE_VECTOR_BYTES 16
-#include "loss/segment.h"
+#include "loss/kernels.h"
 
 #include "loss/cpu/rows.cpp"
 

@@ -76,7 +76,7 @@ FAULTS = {
     ),
     "results of chunks that are published without a release": (
         "chunks of rows",
-        "returns/long_rows.cuh",
+        "returns/cuda/long_rows.cuh",
         "  store_released(&to->is_there, 1);",
         "  to->is_there = 1;",
         IN_GLOBAL,
@@ -104,14 +104,14 @@ FAULTS = {
     ),
     "missing barrier after counters are cleared": (
         "statistics",
-        "statistics/statistics.cuh",
+        "statistics/cuda/statistics.cuh",
         "  const ExponentsOfBlock octaves(counters, ends);\n  __syncthreads();\n",
         "  const ExponentsOfBlock octaves(counters, ends);\n",
         IN_SHARED,
     ),
     "missing barrier after the counters of a warp are cleared": (
         "statistics",
-        "statistics/statistics.cuh",
+        "statistics/cuda/statistics.cuh",
         "    const BinsOfWarp octaves(counters);\n    __syncwarp();\n",
         "    const BinsOfWarp octaves(counters);\n",
         IN_SHARED,

@@ -5,7 +5,7 @@
 // once, into a padded and widened scratch row that stays in the L1 cache. One exponential is computed per element, and
 // the gradient is written once.
 #ifndef GRADSCALE_VARIANT
-#include "../segment.h"
+#include "../kernels.h"
 
 #define GRADSCALE_KERNELS "../loss/cpu/rows.cpp"
 #include "../../cpu/each_instruction_set.h"

@@ -11,7 +11,7 @@
 #pragma once
 
 #include "../../cuda/rows.cuh"
-#include "../segment.h"
+#include "../kernels.h"
 
 namespace gradscale {
 

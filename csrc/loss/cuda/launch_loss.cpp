@@ -2,7 +2,7 @@
 #include "../../cuda/driver.h"
 #include "../../cuda/row_shape.h"
 #include "../../formulas/cross_entropy.h"
-#include "../../support/calls.h"
+#include "../../support/kernels.h"
 #include "../call.h"
 
 #include <algorithm>

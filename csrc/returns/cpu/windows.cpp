@@ -1,7 +1,7 @@
 // The CPU kernels of n-step returns, of n-step transitions and of MuZero's targets. This file includes itself once for
 // each instruction set.
 #ifndef GRADSCALE_VARIANT
-#include "call.h"
+#include "../kernels.h"
 
 #include <c10/util/SmallVector.h>
 
@@ -9,8 +9,8 @@
 #include <cstring>
 #include <vector>
 
-#define GRADSCALE_KERNELS "../returns/windows.cpp"
-#include "../cpu/each_instruction_set.h"
+#define GRADSCALE_KERNELS "../returns/cpu/windows.cpp"
+#include "../../cpu/each_instruction_set.h"
 
 namespace gradscale {
 
@@ -20,9 +20,9 @@ const MuZeroRows muzero_kernel = GRADSCALE_CPU_KERNEL(muzero_rows);
 } // namespace gradscale
 
 #else
-#include "formulas.h"
+#include "../formulas.h"
+#include "../window_rows.h"
 #include "sources.h"
-#include "window_rows.h"
 
 namespace gradscale {
 namespace GRADSCALE_VARIANT {

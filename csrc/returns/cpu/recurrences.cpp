@@ -7,15 +7,15 @@
 // Both process one tile at a time, and multiply where formulas select 0. A tile with a number that is not finite is
 // computed again, step by step, with selection.
 #ifndef GRADSCALE_VARIANT
-#include "call.h"
+#include "../kernels.h"
 
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <cstring>
 
-#define GRADSCALE_KERNELS "../returns/recurrences.cpp"
-#include "../cpu/each_instruction_set.h"
+#define GRADSCALE_KERNELS "../returns/cpu/recurrences.cpp"
+#include "../../cpu/each_instruction_set.h"
 
 namespace gradscale {
 
@@ -25,8 +25,8 @@ const ReturnsRows across_rows_kernel = GRADSCALE_CPU_KERNEL(across_rows);
 } // namespace gradscale
 
 #else
-#include "../cpu/vectors.h"
-#include "formulas.h"
+#include "../../cpu/vectors.h"
+#include "../formulas.h"
 #include "sources.h"
 
 namespace gradscale {

@@ -1,9 +1,9 @@
 // The kernels that write distributions over the bins of a support: encode and project.
 #pragma once
 
-#include "../cuda/rows.cuh"
-#include "../formulas/targets.h"
-#include "calls.h"
+#include "../../cuda/rows.cuh"
+#include "../../formulas/targets.h"
+#include "../kernels.h"
 
 namespace gradscale {
 

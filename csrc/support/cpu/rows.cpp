@@ -1,11 +1,11 @@
 // The CPU kernels that decode and project rows. This file includes itself once for each instruction set.
 #ifndef GRADSCALE_VARIANT
-#include "calls.h"
+#include "../kernels.h"
 
 #include <limits>
 
-#define GRADSCALE_KERNELS "../support/kernels.cpp"
-#include "../cpu/each_instruction_set.h"
+#define GRADSCALE_KERNELS "../support/cpu/rows.cpp"
+#include "../../cpu/each_instruction_set.h"
 
 namespace gradscale {
 
@@ -15,7 +15,7 @@ const ProjectRows project_rows_kernel = GRADSCALE_CPU_KERNEL(project_rows);
 } // namespace gradscale
 
 #else
-#include "../cpu/rows.h"
+#include "../../cpu/rows.h"
 
 namespace gradscale {
 namespace GRADSCALE_VARIANT {

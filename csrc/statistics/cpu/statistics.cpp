@@ -2,12 +2,12 @@
 // a plain loop. BinCounter counts the elements of sixteen neighbouring bins, a vector at a time; elements in other bins
 // are counted one by one. This file includes itself once for each instruction set.
 #ifndef GRADSCALE_VARIANT
-#include "calls.h"
+#include "../kernels.h"
 
 #include <algorithm>
 
-#define GRADSCALE_KERNELS "../statistics/statistics_kernels.cpp"
-#include "../cpu/each_instruction_set.h"
+#define GRADSCALE_KERNELS "../statistics/cpu/statistics.cpp"
+#include "../../cpu/each_instruction_set.h"
 
 namespace gradscale {
 
@@ -17,7 +17,7 @@ const UpdateOfRange update_kernel = GRADSCALE_CPU_KERNEL(range_update);
 } // namespace gradscale
 
 #else
-#include "../cpu/lanes.h"
+#include "../../cpu/lanes.h"
 #include "bin_counter.h"
 
 namespace gradscale {

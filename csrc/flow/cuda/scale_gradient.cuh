@@ -5,8 +5,8 @@
 // scale_broadcast   all others. A thread computes one element, and finds its scale by the strides.
 #pragma once
 
-#include "../cuda/rows.cuh"
-#include "calls.h"
+#include "../../cuda/rows.cuh"
+#include "../kernels.h"
 
 namespace gradscale {
 

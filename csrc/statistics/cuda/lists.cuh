@@ -1,8 +1,8 @@
 // How the blocks of a launch share the ranges of a list.
 #pragma once
 
-#include "../cuda/norms.cuh"
-#include "calls.h"
+#include "../../cuda/norms.cuh"
+#include "../kernels.h"
 
 namespace gradscale {
 

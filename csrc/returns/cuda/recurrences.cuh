@@ -17,8 +17,8 @@
 // finite, the steps are walked one by one.
 #pragma once
 
-#include "../cuda/device.h"
-#include "formulas.h"
+#include "../../cuda/device.h"
+#include "../formulas.h"
 
 namespace gradscale {
 

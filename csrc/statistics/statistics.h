@@ -5,7 +5,7 @@
 #include "../cuda/driver.h"
 #include "../torch/arguments.h"
 #include "../torch/tensor_element.h"
-#include "calls.h"
+#include "kernels.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -57,6 +57,9 @@ at::Tensor l2_loss(std::vector<at::Tensor> parameters, double weight);
 // Computes [2, N] in float64, of tensors on the CPU: the norms of `before`, and of `after` - `before`. Returns an
 // undefined tensor if two of a pair differ in shape, dtype or strides, or if the sum of squares may overflow in double.
 at::Tensor update_norms(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after);
+
+// Defines the functions that Python calls in eager mode.
+void define_statistics(pybind11::module_& m);
 
 // ---- On a device ----------------------------------------------------------------------------------------------------
 
@@ -145,7 +148,7 @@ void launch_scaled_units(
   for_each_list_of_units(ranges, [&](const auto& list, int64_t blocks) {
     const ScaledUnits<std::decay_t<decltype(list)>> arguments{list, factors, times, zeros};
     const std::string name = instance("scaled_units", {type_name(list)});
-    device.launch("statistics/clip_gradients.cuh", name, blocks, kThreads, arguments);
+    device.launch("statistics/cuda/clip_gradients.cuh", name, blocks, kThreads, arguments);
   });
 }
 

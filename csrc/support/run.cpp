@@ -7,7 +7,7 @@
 #include "../torch/autograd.h"
 #include "../torch/gradient_pool.h"
 #include "../torch/tensor_element.h"
-#include "calls.h"
+#include "kernels.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
@@ -65,7 +65,7 @@ void decode_on_device(const Decoding& decoding, const OnDevice& device) {
   const Support& support = decoding.support;
   const Element element = decoding.logits.element;
   const std::string type = type_name(element);
-  constexpr const char* file = "support/decode.cuh";
+  constexpr const char* file = "support/cuda/decode.cuh";
   const RowLanes lanes = support.raw ? RowLanes{0, 0} : bin_lanes(support.num_bins, decoding.logits, decoding.gradient);
   if (lanes.per_row > 0) {
     const int32_t rows_per_warp =
@@ -244,7 +244,7 @@ at::Tensor encode(const Support& support, double sigma_ratio, const at::Tensor& 
   if (runs_kernels(dense.device())) {
     const int64_t blocks = blocks_for_rows(dense.numel(), threads_for_row(support.num_bins, element_size(element)));
     check_width(support);
-    OnDevice(dense.device()).launch("support/encode.cuh", "encode_rows", blocks, kThreads, encoding);
+    OnDevice(dense.device()).launch("support/cuda/encode.cuh", "encode_rows", blocks, kThreads, encoding);
   } else {
     const int64_t grain = std::max<int64_t>(1, 16384 / row_cost(support.num_bins));
     at::parallel_for(0, dense.numel(), grain, [&](int64_t begin, int64_t end) { encode_rows(encoding, begin, end); });
@@ -271,7 +271,7 @@ at::Tensor project(
   if (runs_kernels(p.device())) {
     const int64_t blocks = blocks_for_rows(r.numel(), /*threads_per_row=*/32);
     check_width(support);
-    OnDevice(p.device()).launch("support/encode.cuh", "project_rows", blocks, kThreads, projection);
+    OnDevice(p.device()).launch("support/cuda/encode.cuh", "project_rows", blocks, kThreads, projection);
   } else {
     std::vector<double> centers(static_cast<size_t>(width));
     for (size_t j = 0; j < centers.size(); ++j) {

@@ -1,7 +1,7 @@
 // The passes as registered operators, which torch.compile keeps in its graphs. They give the same bits as in eager
 // mode. A number that varies from call to call is passed as a tensor, because a number is a constant of the graph; the
 // number before it is then ignored. gradscale_ext/statistics/operators.py has the shapes of the results.
-#include "tensors.h"
+#include "statistics.h"
 
 #include <ATen/ops/empty.h>
 #include <torch/library.h>

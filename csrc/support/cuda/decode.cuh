@@ -8,9 +8,9 @@
 // twice to decode, five times for a gradient.
 #pragma once
 
-#include "../cuda/lane_rows.cuh"
-#include "../cuda/rows.cuh"
-#include "calls.h"
+#include "../../cuda/lane_rows.cuh"
+#include "../../cuda/rows.cuh"
+#include "../kernels.h"
 
 namespace gradscale {
 

@@ -1,10 +1,10 @@
 // The kernels of normalization.h, which compute in double. The compiler vectorises the loops. This file includes itself
 // once for each instruction set.
 #ifndef GRADSCALE_VARIANT
-#include "normalization.h"
+#include "../normalization.h"
 
-#define GRADSCALE_KERNELS "../returns/normalization_kernels.cpp"
-#include "../cpu/each_instruction_set.h"
+#define GRADSCALE_KERNELS "../returns/cpu/normalization.cpp"
+#include "../../cpu/each_instruction_set.h"
 
 namespace gradscale {
 
@@ -17,7 +17,7 @@ const GradientsOfEntries entry_gradients_kernel = GRADSCALE_CPU_KERNEL(entry_gra
 } // namespace gradscale
 
 #else
-#include "../cpu/vectors.h"
+#include "../../cpu/vectors.h"
 
 namespace gradscale {
 namespace GRADSCALE_VARIANT {

@@ -13,8 +13,8 @@
 // Sums are computed in double, as on the CPU, except squares of narrower elements (cuda/norms.cuh).
 #pragma once
 
-#include "../cuda/norms.cuh"
-#include "calls.h"
+#include "../../cuda/norms.cuh"
+#include "../kernels.h"
 
 namespace gradscale {
 

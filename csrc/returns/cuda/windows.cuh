@@ -1,9 +1,9 @@
 // The kernels of n-step returns, of n-step transitions and of MuZero's targets, on GPUs.
 #pragma once
 
-#include "../cuda/device.h"
-#include "formulas.h"
-#include "window_rows.h"
+#include "../../cuda/device.h"
+#include "../formulas.h"
+#include "../window_rows.h"
 
 namespace gradscale {
 
