@@ -264,7 +264,7 @@ struct DevicePass {
   int64_t num_blocks;    // of loss_rows; with fewer, a block computes the rows of several
   int32_t rows_per_warp; // LossRows rounds it up, with rounded_rows_per_warp()
   int32_t sets_shift;    // in loss_totals, log2 of the sets of 32 samples of a block,
-  int32_t parts_shift;   // and log2 of the warps that share the steps of a head of a group
+  int32_t parts_shift;   // and log2 of the warps that share the steps of a head of a set
   PartialSums partial;   // of loss_totals
   unsigned* blocks_done; // a counter for loss_totals, which loss_rows sets to 0
 

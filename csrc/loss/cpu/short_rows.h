@@ -4,35 +4,35 @@ namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-// Transposes a square of vectors in shuffles that are one instruction each. Vectors consist of units of 16 bytes:
-// first, numbers are zipped within units until each unit holds numbers of one column, and then units are dealt out to
+// Transposes a square of vectors in shuffles that are one instruction each. Vectors consist of slots of 16 bytes:
+// first, numbers are zipped within slots until each slot holds numbers of one column, and then slots are dealt out to
 // vectors.
 template <class A, size_t... i>
 GRADSCALE_HOST_DEVICE void transpose(typename Vectors<A>::V* square, std::index_sequence<i...> /*lanes*/) {
-  constexpr size_t count = sizeof...(i), unit = 16 / sizeof(A) < count ? 16 / sizeof(A) : count, units = count / unit;
+  constexpr size_t count = sizeof...(i), slot = 16 / sizeof(A) < count ? 16 / sizeof(A) : count, slots = count / slot;
   const auto zip = [](auto x, auto y, auto upper) {
     return shuffled(
-        x, y, std::index_sequence<(i / unit * unit + i % unit / 2 + i % 2 * count + upper * unit / 2)...>());
+        x, y, std::index_sequence<(i / slot * slot + i % slot / 2 + i % 2 * count + upper * slot / 2)...>());
   };
   const auto deal = [](auto x, auto y, auto odd) {
-    return shuffled(x, y, std::index_sequence<((2 * (i / unit) + odd) * unit + i % unit)...>());
+    return shuffled(x, y, std::index_sequence<((2 * (i / slot) + odd) * slot + i % slot)...>());
   };
   constexpr std::integral_constant<size_t, 0> first;
   constexpr std::integral_constant<size_t, 1> second;
   typename Vectors<A>::V next[count];
-  for (size_t round = 1; round < unit; round *= 2) {
+  for (size_t round = 1; round < slot; round *= 2) {
     for (size_t k = 0; k < count; k += 2) {
-      const size_t row = k / unit * unit + k % unit / 2;
-      next[k] = zip(square[row], square[row + unit / 2], first);
-      next[k + 1] = zip(square[row], square[row + unit / 2], second);
+      const size_t row = k / slot * slot + k % slot / 2;
+      next[k] = zip(square[row], square[row + slot / 2], first);
+      next[k + 1] = zip(square[row], square[row + slot / 2], second);
     }
     std::copy(next, next + count, square);
   }
-  for (size_t round = 1; round < units; round *= 2) {
+  for (size_t round = 1; round < slots; round *= 2) {
     for (size_t k = 0; k < count / 2; ++k) {
-      const size_t row = k / unit * 2 * unit + k % unit;
-      next[k] = deal(square[row], square[row + unit], first);
-      next[k + count / 2] = deal(square[row], square[row + unit], second);
+      const size_t row = k / slot * 2 * slot + k % slot;
+      next[k] = deal(square[row], square[row + slot], first);
+      next[k + count / 2] = deal(square[row], square[row + slot], second);
     }
     std::copy(next, next + count, square);
   }
