@@ -51,6 +51,15 @@ def test_the_layers_of_csrc():
     assert not violations, "\n".join(violations)
 
 
+def test_kernels_have_their_folders():
+    """The rooms of a subject, as docs/design.md describes them."""
+    for file, text in SOURCES.items():
+        assert (file.suffix == ".cuh") <= (file.parent.name == "cuda"), file
+        assert ("#define GRADSCALE_KERNELS" in re.sub(r"//.*", "", text)) <= (file.parent.name == "cpu"), file
+        assert ("PYBIND11_MODULE" in text) <= (file.name == "module.cpp"), file
+        assert ("TORCH_LIBRARY_FRAGMENT" in text) <= (file.name == "operator.cpp" or file.parts[0] == "flow"), file
+
+
 # Numbers with many digits. Each belongs to a formula, and a copy of the formula would repeat it.
 CONSTANT = re.compile(r"(?<![\w.])(?:\d+\.\d{6,}(?:e[-+]?\d+)?|0x1\.[0-9a-f]{5,}p[-+]?\d+)")
 
