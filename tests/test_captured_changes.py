@@ -122,6 +122,18 @@ def test_a_group_of_parameters_that_is_added():
     equal(make, before=at(8, lambda own: own.optimizer.add_param_group({"params": [own.scale]})))
 
 
+@pytest.mark.parametrize("verify", [0, 2])
+def test_layers_that_are_frozen_and_thawed(verify):
+    """Also the gradients of frozen parameters, which `zero_grad` removes."""
+    equal(
+        learner_of(),
+        before=lambda own, index: own.model.body.requires_grad_(index % 4 < 2),
+        num_graphs=3,
+        verify=verify,
+        count=20,
+    )
+
+
 def test_training_that_is_toggled():
     equal(learner_of(), before=lambda own, index: own.model.train(index % 2 == 0), num_graphs=2)
 

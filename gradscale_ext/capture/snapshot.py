@@ -142,11 +142,11 @@ class Snapshot:
         return changes_of(self.containers)
 
     def gradients(self) -> list[Gradient]:
-        """The gradients then and now of tensors that had one or require one."""
+        """The gradients then and now of tensors that may have one. Frozen ones may, from before they were frozen."""
         found = []
         for saved in self.tensors:
             tensor, before = saved.item.value, saved.gradient
-            if tensor.is_leaf and (saved.requires_grad or before is not None):
+            if tensor.is_leaf and (tensor.is_floating_point() or tensor.is_complex()):
                 is_used = before is not None and (tensor.grad is before or before._version != saved.gradient_version)
                 found.append(Gradient(tensor, before, tensor.grad, is_used))
         return found
