@@ -390,6 +390,42 @@ def test_seeds_in_the_step(kind):
     assert kind == "generator" or "in the random numbers of the CPU; the plain step" in text
 
 
+@pytest.mark.parametrize("kind", ["attribute", "item", "variable"])
+def test_a_hidden_state_that_the_step_replaces(kind):
+    """Capturing and the replay leave no trace: the plain step that is kept starts from the hidden state before it."""
+
+    def make():
+        learner = Learner()
+        hidden = torch.zeros(3)
+        learner.hidden, learner.memory = hidden, [hidden]
+
+        def step(x, y):
+            nonlocal hidden
+            out = learner.model(x) + {"attribute": learner.hidden, "item": learner.memory[0], "variable": hidden}[kind]
+            learner.hidden = learner.memory[0] = hidden = out.detach().mean(0)
+            loss = (out - y).square().mean()
+            learner.optimizer.zero_grad()
+            loss.backward()
+            learner.optimizer.step()
+            return loss
+
+        return learner, step
+
+    learner, step = make()
+    update, count = gs.CapturedStep(step, *learner.state()), 0
+    torch.manual_seed(7)
+    with pytest.raises(RuntimeError, match="a replay differs from a plain step"):
+        for batch in batches(14):
+            count += 1
+            update(*batch)
+    reference, plain = make()
+    torch.manual_seed(7)
+    with tape.TapeGraphs().side_by_side():
+        for batch in batches(count):
+            plain(*batch)
+    assert bits([*learner.state(), learner.hidden]) == bits([*reference.state(), reference.hidden])
+
+
 @pytest.mark.parametrize("is_named", [True, False])
 @pytest.mark.parametrize("name", ["ExponentialLR", "CosineAnnealingLR", "StepLR"])
 def test_schedules_inside_of_the_step(name, is_named):

@@ -43,6 +43,11 @@ class Change(NamedTuple):
         """True if a number or string has become another one."""
         return type(self.before) is type(self.now) and isinstance(self.now, NUMBERS)
 
+    @property
+    def is_replaced(self) -> bool:
+        """True if a number has become another one, or a tensor is in the place of something else."""
+        return self.is_of_a_number or (self.before is not SIZE and isinstance(self.now, torch.Tensor))
+
 
 def kind_of(role: Role, key: Any, value: Any) -> Kind:
     """The kind of an item of a container."""
@@ -153,9 +158,10 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the state back: the same objects, with the contents that they had. Outside of it, put numbers back."""
+        """Put the state back: the same objects, with the contents that they had. Outside of it, put back numbers, and
+        tensors in whose place are others."""
         for change in list(self.changes()):
-            if change.item is not None and change.item.role == "reached" and change.is_of_a_number:
+            if change.item is not None and change.item.role == "reached" and change.is_replaced:
                 _put(change.item.value, change.key, change.before)
         for item, pairs in self.containers:
             if item.role != "reached":
