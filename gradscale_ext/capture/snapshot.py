@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .state import OF_EVERY_MODULE, PARTS_OF_MODULES, ROLES_REPLACED, Item, Role, State, memory_of
+from .state import OF_EVERY_MODULE, PARTS_OF_MODULES, ROLES_REPLACED, Item, Role, State, has_contents, memory_of
 
 Kind = Literal["number", "rate", "flag", "hook", "identity", "attribute", "gradient", "ignored"]
 """A number or tensor in `param_groups`; `training` or `requires_grad`; hooks; which objects a container holds, or the
@@ -46,7 +46,8 @@ class Change(NamedTuple):
     @property
     def is_replaced(self) -> bool:
         """True if a number has become another one, or a tensor is in the place of something else."""
-        return self.is_of_a_number or (self.before is not SIZE and isinstance(self.now, torch.Tensor))
+        is_tensor = isinstance(self.now, torch.Tensor) and has_contents(self.now)
+        return self.is_of_a_number or (is_tensor and self.before is not SIZE)
 
 
 def kind_of(role: Role, key: Any, value: Any) -> Kind:

@@ -130,7 +130,7 @@ class State:
             is_tensor = isinstance(value, torch.Tensor)
             if id(value) in seen or (role != "reached" and name != own_names.get(id(value), name)):
                 continue  # what is in another object, too, is named after itself
-            if (is_tensor and not _has_contents(value)) or depth > _DEPTH:
+            if (is_tensor and not has_contents(value)) or depth > _DEPTH:
                 continue
             seen.add(id(value))
             if is_tensor:
@@ -188,7 +188,7 @@ def _updaters_in(root: Any) -> list[Any]:
     return [held for module in modules for held in vars(module).values() if isinstance(held, _UPDATERS)]
 
 
-def _has_contents(tensor: torch.Tensor) -> bool:
+def has_contents(tensor: torch.Tensor) -> bool:
     """False on the meta device, and for what torch.vmap left over, such as parameters in the cache of a TensorDict."""
     return not (tensor.is_meta or is_functorch_wrapped_tensor(tensor))
 

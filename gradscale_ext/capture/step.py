@@ -364,6 +364,12 @@ class CapturedStep:
                     f"the step changes {shown(change)}, which a replay does not. If the step computes or decides with "
                     "it, keep it in a tensor of the device that is part of the state, or change it outside of the step"
                 )
+            elif change.is_replaced:
+                self._warn_once(
+                    f"the step replaces {change.name} by another tensor, which a replay does not. If anything reads "
+                    "it, return it from the step, or keep one tensor that is part of the state, and write to it with "
+                    "copy_()"
+                )
         guards = Guards(before, gradients, with_outside=self._options["verify"] > 0)
         result = each_tensor(torch.Tensor.detach, result)
         self._captured.append(_Captured(arguments.form, inputs, graph, result, guards, rehearsals))
