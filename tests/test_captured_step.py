@@ -539,6 +539,21 @@ def test_results_belong_to_the_caller():
     update = gs.CapturedStep(Learner().step, *learner.state(), copy_outputs=False, verify=0)
 
 
+def test_results_that_are_part_of_the_state_or_of_the_arguments():
+    """Copies too, also of plain calls: later calls write to the state."""
+    learner, reference = Learner(), Learner()
+    update = gs.CapturedStep(lambda x, y: (learner.step(x, y), learner.model.head.bias, x)[1:], *learner.state())
+    given, wanted = batches(8), []
+    kept = captured_calls(update, given)
+    torch.manual_seed(7)
+    for x, y in given:
+        with tape.TapeGraphs().side_by_side():
+            reference.step(x, y)
+        wanted.append((reference.model.head.bias.detach().clone(), x))
+    assert bits(kept) == bits(wanted)
+    assert not {x.data_ptr() for x, _ in given} & {x.data_ptr() for _, x in kept}
+
+
 def test_results_of_the_graph_are_overwritten_if_asked_for():
     learner = Learner()
     update = gs.CapturedStep(learner.step, *learner.state(), copy_outputs=False)

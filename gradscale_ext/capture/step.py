@@ -277,19 +277,23 @@ class CapturedStep:
         return result
 
     def _run(self, arguments: Arguments) -> Any:
-        """Run the step next to the current stream; its result is detached."""
+        """Run the step next to the current stream."""
         assert self._maker is not None
         args, kwargs = arguments.build()
         with self._maker.side_by_side() as self._waits:
             result = self._step(*args, **kwargs)
-        return each_tensor(torch.Tensor.detach, result)
+        return self._owned(each_tensor(torch.Tensor.detach, result))
+
+    def _owned(self, result: Any) -> Any:
+        """What the caller gets: copies, because later calls write to results that share memory with the state."""
+        return each_tensor(torch.Tensor.clone, result) if self._options["copy_outputs"] else result
 
     def _replay(self, captured: _Captured, arguments: Arguments) -> Any:
         if captured.inputs:
             torch._foreach_copy_(captured.inputs, [value for _, value in arguments.tensors()], non_blocking=True)
         captured.graph.replay()
         captured.guards.set_gradients()
-        return each_tensor(torch.Tensor.clone, captured.result) if self._options["copy_outputs"] else captured.result
+        return self._owned(captured.result)
 
     def _matching(self, form: Form) -> tuple[_Captured | None, Any]:
         """The graph for arguments of this form and the state as it is; and what has changed, if another is needed."""
