@@ -532,6 +532,24 @@ def test_views_of_arguments():
     equal(learner_of(step))
 
 
+def test_gradients_of_arguments():
+    """A gradient penalty, for example: the step asks for the gradient of its input."""
+
+    def step(learner):
+        def call(x, y):
+            x.requires_grad_()
+            (slope,) = torch.autograd.grad(learner.model(x).sum(), x, create_graph=True)
+            loss = (slope.norm(dim=1) - 1).square().mean()
+            learner.optimizer.zero_grad()
+            loss.backward()
+            learner.optimizer.step()
+            return slope
+
+        return call
+
+    equal(learner_of(step))
+
+
 def test_an_argument_that_is_a_generator():
     learner = Learner()
     update = gs.CapturedStep(learner.step, *learner.state())

@@ -375,6 +375,8 @@ class CapturedStep:
                     "copy_()"
                 )
         guards = Guards(before, gradients, with_outside=self._options["verify"] > 0)
+        # The step may have called requires_grad_() on an argument, which a copy to it would not accept.
+        inputs = [tensor.detach() for tensor in inputs]
         result = each_tensor(torch.Tensor.detach, result)
         self._captured.append(_Captured(arguments.form, inputs, graph, result, guards, rehearsals))
         return self._captured[-1]
