@@ -561,6 +561,16 @@ def test_results_of_the_graph_are_overwritten_if_asked_for():
     assert results[-1] is results[-2]
 
 
+def test_results_of_the_graph_that_the_caller_keeps():
+    """In an attribute that the step can reach: a replay writes to them, the step does not."""
+    agent = Agent()
+    update = gs.CapturedStep(agent.update, *agent.learner.state(), copy_outputs=False)
+    for index, batch in enumerate(batches(12)):
+        agent.updates = index // 10  # verifies once more
+        agent.last = update(*batch)
+    assert agent.last is update._captured[0].result
+
+
 def ignored(*arguments):
     """A hook."""
 
@@ -735,11 +745,32 @@ def test_state_that_is_not_named():
     captured_calls(update, batches(8))
 
 
-def test_arguments_that_the_step_writes_to():
+def test_a_target_that_is_not_named():
+    """`.data` hides the writes from PyTorch. The verification finds them, and the target has the plain steps only."""
+    learner, target = Learner(), Learner().model
+    reference, average = copy.deepcopy((learner, target))
+
+    def step(own, target, *batch):
+        loss = own.step(*batch)
+        for old, new in zip(target.parameters(), own.model.parameters(), strict=True):
+            old.data.copy_(0.9 * old.data + 0.1 * new.data)
+        return loss
+
+    refusal(
+        lambda *batch: step(learner, target, *batch),
+        learner.state(),
+        r"the step writes to target\.body\.0\.weight, which is not part of the state",
+    )
+    plain_calls(lambda *batch: step(reference, average, *batch), batches(3))
+    assert bits([*learner.state(), target]) == bits([*reference.state(), average])
+
+
+@pytest.mark.parametrize("write", [lambda x: x.clamp_(-1, 1), lambda x: x.data.clamp_(-1, 1)])
+def test_arguments_that_the_step_writes_to(write):
     learner = Learner()
 
     def step(x, y):
-        x.clamp_(-1, 1)
+        write(x)
         return learner.step(x, y)
 
     refusal(step, learner.state(), r"the step writes to argument \[0\]; write to a copy")

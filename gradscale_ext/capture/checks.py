@@ -7,10 +7,13 @@ from collections.abc import Iterator
 
 import torch
 
-from .arguments import Leaf
+from .arguments import Leaf, argument
 from .remedies import rate_remedy, scheduler_remedy, step_count_remedy
 from .snapshot import Change, Snapshot
 from .state import ROLES_REPLACED, State, memory_of
+
+_MOST_BYTES = 2**24
+"""The largest tensor outside of the state, other than a parameter, whose contents are compared."""
 
 
 def problems(before: Snapshot, state: State, *, verifies: bool) -> Iterator[str]:
@@ -50,10 +53,43 @@ def problems(before: Snapshot, state: State, *, verifies: bool) -> Iterator[str]
         yield f"the step draws from {library}, and a replay would repeat the numbers; draw them before the step"
     for saved in before.outside:
         if saved.item.value._version != saved.version:
-            yield (
-                f"the step writes to {saved.item.name}, which is not part of the state; name what holds it in "
-                "CapturedStep(step, ...)"
-            )
+            yield _written_outside(saved.item.name)
+
+
+def _written_outside(name: str) -> str:
+    return f"the step writes to {name}, which is not part of the state; name what holds it in CapturedStep(step, ...)"
+
+
+class Elsewhere:
+    """Copies of what a step may read but not write to: its arguments, and what is not part of the state, of which only
+    parameters and the smaller tensors. Writes through `.data`, which PyTorch does not count, show here."""
+
+    def __init__(self, before: Snapshot, device: torch.device, results: list[torch.Tensor]) -> None:
+        """Copy what is on the device of the graph. `results`: those of graphs, which the caller may have kept."""
+        self._copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        own = {memory._cdata for memory in map(memory_of, results) if memory is not None}
+        for saved in before.outside:
+            memory, is_parameter = memory_of(saved.alias), isinstance(saved.item.value, torch.nn.Parameter)
+            if memory is None or memory._cdata in own or memory.device != device:
+                continue
+            if is_parameter or memory.nbytes() <= _MOST_BYTES:
+                contents = torch.empty(0, dtype=torch.uint8, device=device).set_(memory)
+                self._copies.append((saved.item.name, contents, contents.clone()))
+
+    def writes(self, arguments: list[Leaf], inputs: list[torch.Tensor]) -> list[str]:
+        """What the replay has written to; it is put back. `inputs`: the graph's own memory of the arguments."""
+        pairs = zip(arguments, inputs, strict=True)
+        found = [written_argument(place) for (place, value), own in pairs if not is_equal(value, own)]
+        for name, contents, copied in self._copies:
+            if not is_equal(contents, copied):
+                contents.copy_(copied)
+                found.append(_written_outside(name))
+        return found
+
+
+def written_argument(place: str) -> str:
+    """The problem of a step that writes to an argument."""
+    return f"the step writes to {argument(place)}; write to a copy, x.clone()"
 
 
 def _remedy(change: Change) -> str:

@@ -22,7 +22,6 @@ from .arguments import (
     Arguments,
     Form,
     Leaf,
-    argument,
     each_tensor,
     flatten,
     like,
@@ -31,7 +30,7 @@ from .arguments import (
     text_of,
     too_many,
 )
-from .checks import Outcome, beyond_noise, problems, shown
+from .checks import Elsewhere, Outcome, beyond_noise, problems, shown, written_argument
 from .diagnosis import diagnose_capture
 from .guards import Guards
 from .hooks import hook_name, hooks_of, inside, is_inside_another, is_of_monitor, rehearsing, watching_mode
@@ -319,12 +318,15 @@ class CapturedStep:
                     captured.verified = min(captured.verified, max(self._options["verify"] - 1, 0))
                 return captured, None
             if any(change.kind == "identity" for change in changes):
-                captured.graph.reset()
-                self._captured.remove(captured)
+                self._drop(captured)
                 self._known.pop(form, None)
             else:
                 changed += [(change.name, str(change.now)) for change in changes]
         return None, changed
+
+    def _drop(self, captured: _Captured) -> None:
+        captured.graph.reset()
+        self._captured.remove(captured)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
@@ -347,7 +349,7 @@ class CapturedStep:
             self._refuse_results(flatten(result, refuse_result)[1])
             for (place, _), tensor, version in zip(places, inputs, versions, strict=True):
                 if tensor._version != version:
-                    raise _Refused(f"CapturedStep: the step writes to {argument(place)}; write to a copy, x.clone()")
+                    raise _Refused(f"CapturedStep: {written_argument(place)}")
             for problem in problems(before, self._state, verifies=self._options["verify"] > 1):
                 raise _Refused(f"CapturedStep: {problem}")
             gradients, changes = before.gradients(), list(before.changes())
@@ -423,8 +425,13 @@ class CapturedStep:
             return Outcome(flatten(result, refuse_result)[1], self._state)
 
         begin = Snapshot(self._state)
+        results = [leaf.value for one in self._captured for leaf in flatten(one.result, refuse_result)[1]]
+        elsewhere = Elsewhere(begin, self._device, [value for value in results if isinstance(value, torch.Tensor)])
         replayed = outcome(self._replay(captured, arguments))
         begin.restore()
+        for problem in elsewhere.writes(arguments.tensors(), captured.inputs):
+            self._drop(captured)
+            raise _Refused(f"CapturedStep: {problem}")
         result = self._run(arguments)
         wanted = outcome(result)
         captured.guards.keep_gradients()
@@ -439,8 +446,7 @@ class CapturedStep:
             wrong = beyond_noise(differences, noise) or (next(iter(differences.items())) if found else None)
             wanted.state.restore()
             if wrong is not None:
-                self._captured.remove(captured)
-                captured.graph.reset()
+                self._drop(captured)
                 much = "" if wrong[1] == math.inf else f" by {wrong[1]:.3g}"
                 error = _Refused(
                     f"CapturedStep: a replay differs from a plain step, in {wrong[0]}{much}; the plain step was kept"
