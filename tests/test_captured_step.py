@@ -889,6 +889,28 @@ def test_an_exception_of_the_step(call):
     assert update.is_captured
 
 
+def test_an_attribute_that_decides_whether_the_step_raises():
+    """An exception in the plain step of a verification counts as an effect of the attribute."""
+    agent = Agent()
+    agent.limit = 1.0
+
+    def step(x, y):
+        if agent.limit < 0:
+            raise KeyError("mine")
+        return agent.update(x, y)
+
+    update = gs.CapturedStep(step, *agent.learner.state())
+    failed = []
+    for index, batch in enumerate(batches(24)):
+        agent.limit = -1.0 if index % 6 == 5 else 1.0
+        try:
+            update(*batch)
+        except KeyError:
+            failed.append(index)
+    assert failed == [5, 11, 17, 23]
+    assert len(update.graphs) == 0
+
+
 def test_fallback_calls_the_step():
     learner, reference = Learner(), Learner()
 

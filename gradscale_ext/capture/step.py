@@ -432,7 +432,11 @@ class CapturedStep:
         for problem in elsewhere.writes(arguments.tensors(), captured.inputs):
             self._drop(captured)
             raise _Refused(f"CapturedStep: {problem}")
-        result = self._run(arguments)
+        try:
+            result = self._run(arguments)
+        except BaseException:  # the replay did not raise
+            self._drop(captured)
+            raise
         wanted = outcome(result)
         captured.guards.keep_gradients()
         captured.guards.accept_effects()
