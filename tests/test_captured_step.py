@@ -1056,6 +1056,15 @@ def test_attributes_that_change_are_verified():
     assert update.is_captured
 
 
+def test_attributes_that_change_without_verification():
+    learner = Learner()
+    update = gs.CapturedStep(learner.step, *learner.state(), verify=0)
+    with pytest.warns(UserWarning, match=r"Model\.dropout\.p changes between the calls\. With verify=0, no replay is"):
+        for index, batch in enumerate(batches(8)):
+            learner.model.dropout.p = 0.01 * index
+            update(*batch)
+
+
 class Agent:
     def __init__(self):
         self.learner, self.config, self.updates = Learner(), {"entropy": 0.1}, 0

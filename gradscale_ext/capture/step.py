@@ -309,11 +309,13 @@ class CapturedStep:
             if all(change.kind == "attribute" for change in changes):
                 # Perhaps the step does not read it: compare a replay with a plain step, if that is wanted.
                 for change in captured.guards.accept(changes):
-                    self._warn_once(
-                        f"{change.name} changes between the calls. Two comparisons of a replay with a plain step have "
-                        "found no effect, and there will be no more. If the step uses it at some calls only, pass it "
-                        "as an argument"
+                    known = (
+                        "Two comparisons of a replay with a plain step have found no effect, and there will be no "
+                        "more. If the step uses it at some calls only"
+                        if self._options["verify"]
+                        else "With verify=0, no replay is compared with a plain step. If the step uses it"
                     )
+                    self._warn_once(f"{change.name} changes between the calls. {known}, pass it as an argument")
                 if changes:
                     captured.verified = min(captured.verified, max(self._options["verify"] - 1, 0))
                 return captured, None
