@@ -158,19 +158,18 @@ def text_of(form: Form) -> str:
     return ", ".join(map(_form_text, form[1]))
 
 
-def too_many(forms: list[Form], arguments: Arguments) -> str:
-    """Say which argument keeps changing."""
+def what_changes(forms: list[Form], arguments: Arguments) -> str:
+    """Say which argument keeps changing, and what to write instead."""
     form, every = arguments.form, [*forms, arguments.form]
-    begin = f"CapturedStep: there are {len(forms)} graphs already (max_graphs), and "
     if any(one[0] != form[0] or len(one[1]) != len(form[1]) for one in forms):
-        return f"{begin}the structure of the arguments keeps changing; pass the same lists and dicts at each call"
+        return "the structure of the arguments keeps changing; pass the same lists and dicts at each call"
     for index, (place, value) in enumerate(arguments.leaves):
         seen = list(dict.fromkeys(_form_text(one[1][index]) for one in every))
         if len(seen) > 1:
             is_tensor = isinstance(value, torch.Tensor)
             remedy = "pad it to one shape, or to a few" if is_tensor else "pass a tensor, whose value may change"
-            return f"{begin}{argument(place)} keeps changing: {', then '.join(seen)}; {remedy}, or raise max_graphs"
+            return f"{argument(place)} keeps changing: {', then '.join(seen)}; {remedy}"
     return (
-        f"{begin}the state or the context keeps changing (train() and eval(), requires_grad, gradients that are set to "
-        "None between some calls, autocast); raise max_graphs, or make separate captured steps"
+        "the state or the context keeps changing (train() and eval(), requires_grad, gradients that are set to None "
+        "between some calls, autocast); make separate captured steps"
     )

@@ -28,7 +28,7 @@ from .arguments import (
     read,
     refuse_result,
     text_of,
-    too_many,
+    what_changes,
 )
 from .checks import Elsewhere, Outcome, beyond_noise, problems, shown, written_argument
 from .diagnosis import diagnose_capture
@@ -38,6 +38,10 @@ from .remedies import rate_remedy
 from .snapshot import Change, Snapshot
 from .state import State
 from .watch import location_of
+
+
+_FORMS_PER_GRAPH = 4
+"""How many forms of arguments, for each graph that is allowed, are remembered until they come again."""
 
 
 class GraphInfo(NamedTuple):
@@ -258,7 +262,7 @@ class CapturedStep:
         captured, changed = self._matching(arguments.form)
         if captured is None:
             if self._num_plain < self._options["warmup"] or self._known.get(arguments.form) != changed:
-                self._known[arguments.form] = changed
+                self._remember(arguments, changed)
                 return self._plain(arguments)
             captured = self._capture(arguments)
         if any(monitor._records_one_of(rehearsal.steps) for monitor, rehearsal in captured.rehearsals):
@@ -269,6 +273,15 @@ class CapturedStep:
         for monitor, rehearsal in captured.rehearsals:
             monitor._count_replay(rehearsal)
         return result
+
+    def _remember(self, arguments: Arguments, changed: Any) -> None:
+        """Let the next call of this form be captured. Warn, and forget, if too many forms have not come again."""
+        if len(self._known) == _FORMS_PER_GRAPH * self._options["max_graphs"]:
+            what = what_changes(list(self._known)[-self._options["max_graphs"] :], arguments)
+            text = f"{len(self._known)} forms of arguments came, and each needs a plain call and then a graph: {what}"
+            self._warn_once(text, key="forms")
+            self._known.clear()
+        self._known[arguments.form] = changed
 
     def _plain(self, arguments: Arguments) -> Any:
         result = self._run(arguments)
@@ -330,9 +343,9 @@ class CapturedStep:
         captured.graph.reset()
         self._captured.remove(captured)
 
-    def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
+    def _warn_once(self, message: str, key: str = "") -> None:
+        if (key or message) not in self._warned:
+            self._warned.add(key or message)
             _warn(f"CapturedStep: {message}")
 
     # ---- Capturing ---------------------------------------------------------------------------------------------------
@@ -387,7 +400,11 @@ class CapturedStep:
 
     def _refuse_beforehand(self, arguments: Arguments) -> None:
         if len(self._captured) == self._options["max_graphs"]:
-            raise _Refused(too_many([one.form for one in self._captured], arguments))
+            what = what_changes([one.form for one in self._captured], arguments)
+            raise _Refused(
+                f"CapturedStep: there are {len(self._captured)} graphs already (max_graphs), and {what}, or raise "
+                "max_graphs"
+            )
         for name, hook in hooks_of(self._state):
             if self._options["hooks"] == "raise" and not is_of_monitor(hook):
                 raise _Refused(
