@@ -1022,6 +1022,38 @@ def test_copies_leave_out_graphs():
     assert loaded.is_captured
 
 
+class ModuleAgent(torch.nn.Module):
+    """Holds its captured steps, and is part of their state."""
+
+    def __init__(self):
+        super().__init__()
+        self.learner = Learner()
+        self.model, self.optimizer = self.learner.state()
+        self.update = gs.CapturedStep(self.step, self, self.optimizer)
+        self.evaluate = gs.CapturedStep(self.loss, self)
+
+    def step(self, x, y):
+        return self.learner.step(x, y)
+
+    def loss(self, x, y):
+        return (self.model(x) - y).square().mean()
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda agent: pickle.loads(pickle.dumps(agent))])
+def test_copies_of_an_object_that_holds_its_captured_step(make):
+    agent = ModuleAgent()
+    captured_calls(agent.update, batches(6))
+    copied, own = make(agent), make(agent.update)
+    before = bits([agent.model, agent.optimizer])
+    captured_calls(copied.update, batches(6))
+    captured_calls(own, batches(6))
+    assert copied.update.is_captured
+    assert own.is_captured
+    assert bits([agent.model, agent.optimizer]) == before
+    captured_calls(agent.update, batches(6))
+    assert bits([copied.model, copied.optimizer]) == bits([agent.model, agent.optimizer])
+
+
 def test_reset_frees_graphs():
     learner, reference = Learner(), Learner()
     update = gs.CapturedStep(learner.step, *learner.state())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import threading
 import warnings
@@ -153,8 +154,7 @@ class CapturedStep:
         if hooks not in ("raise", "ignore"):
             raise ValueError(f"CapturedStep: hooks must be 'raise' or 'ignore', but it is {hooks!r}")
         _numbers.check_flag("CapturedStep: copy_outputs", copy_outputs)
-        self._step, self._given, self._state = step, state, State("CapturedStep", state, step)
-        self._options: dict[str, Any] = {
+        options = {
             "warmup": _integer("warmup", warmup, 1),
             "verify": _integer("verify", verify, 0),
             "max_graphs": _integer("max_graphs", max_graphs, 1),
@@ -162,14 +162,20 @@ class CapturedStep:
             "fallback": fallback,
             "hooks": hooks,
         }
+        self.__setstate__({"step": step, "given": state, "options": options})
         is_distributed = any(type(module).__name__ == "DistributedDataParallel" for _, module in self._state.modules())
         if is_distributed and warmup < 11:
             raise ValueError(
                 "CapturedStep: warmup must be at least 11 with DistributedDataParallel, which sets up its buckets and "
                 f"statistics in the first calls, but it is {warmup}"
             )
-        self._device = _device_of(self._state)
-        self._maker = graphs.graphs_of(self._device)
+        self._device  # noqa: B018, which raises for several
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"step": self._step, "given": self._given, "options": self._options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._step, self._given, self._options = state["step"], state["given"], state["options"]
         self._lock = threading.Lock()
         self._num_plain = 0
         self._known: dict[Form, Any] = {}
@@ -178,6 +184,21 @@ class CapturedStep:
         self._warned: set[str] = set()
         self._waits: list[str] = []
         """Lines of the last plain call that waited for the device."""
+
+    # What is in the state is read when it is needed, because an object that is being copied or loaded, and holds this
+    # step, has no attributes yet.
+
+    @functools.cached_property
+    def _state(self) -> State:
+        return State("CapturedStep", self._given, self._step)
+
+    @functools.cached_property
+    def _device(self) -> torch.device:
+        return _device_of(self._state)
+
+    @functools.cached_property
+    def _maker(self) -> graphs.Graphs | None:
+        return graphs.graphs_of(self._device)
 
     # ---- What it is --------------------------------------------------------------------------------------------------
 
@@ -200,12 +221,11 @@ class CapturedStep:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CapturedStep:
         """Leave out the graphs. A step that is a function keeps its state; copying that would separate them."""
+        copied = memo[id(self)] = object.__new__(CapturedStep)
         step = copy.deepcopy(self._step, memo)
-        state = self._given if step is self._step else copy.deepcopy(self._given, memo)
-        return CapturedStep(step, *state, **self._options)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _make, (self._step, self._given, self._options)
+        given = self._given if step is self._step else copy.deepcopy(self._given, memo)
+        copied.__setstate__({"step": step, "given": given, "options": self._options})
+        return copied
 
     def __repr__(self) -> str:
         name = getattr(self._step, "__qualname__", type(self._step).__name__)
@@ -492,10 +512,6 @@ def _integer(argument: str, value: Any, least: int) -> int:
     if value < least:
         raise ValueError(f"CapturedStep: {argument} must be at least {least}, but it is {value}")
     return int(value)
-
-
-def _make(step: Callable[..., Any], state: tuple[Any, ...], options: dict[str, Any]) -> CapturedStep:
-    return CapturedStep(step, *state, **options)
 
 
 def _device_of(state: State) -> torch.device:
