@@ -1054,6 +1054,26 @@ def test_copies_of_an_object_that_holds_its_captured_step(make):
     assert bits([copied.model, copied.optimizer]) == bits([agent.model, agent.optimizer])
 
 
+@pytest.mark.filterwarnings("error")
+def test_captured_steps_of_one_object():
+    """What one of them counts is no change for the other, also if the object is no module."""
+
+    class Pair:
+        def __init__(self):
+            self.learner = Learner()
+            self.update = gs.CapturedStep(self.step, *self.learner.state())
+            self.evaluate = gs.CapturedStep(self.loss, self.learner.model)
+
+        step, loss = ModuleAgent.step, lambda self, x, y: (self.learner.model(x) - y).square().mean()
+
+    agent = Pair()
+    for batch in batches(12):
+        agent.update(*batch)
+        agent.evaluate(*batch)
+    assert [item.name for item in agent.update._state.walk() if "evaluate" in item.name] == []
+    assert agent.update._captured[0].guards._accepted == {}
+
+
 def test_reset_frees_graphs():
     learner, reference = Learner(), Learner()
     update = gs.CapturedStep(learner.step, *learner.state())

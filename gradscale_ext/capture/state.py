@@ -85,6 +85,12 @@ def is_array(value: Any) -> bool:
     return numpy is not None and isinstance(value, numpy.ndarray) and value.size <= _MOST and not value.dtype.hasobject
 
 
+class StepHolder:
+    """What has a step, and is no part of what other steps can reach: a captured step."""
+
+    _step: Any
+
+
 class State:
     """The objects that a step changes, and everything that they and the step hold."""
 
@@ -239,7 +245,9 @@ def _children(item: Item, names: Mapping[int, str]) -> Iterator[Item]:
 def _children_outside(item: Item) -> Iterator[Item]:
     """What is in something else that the step can reach."""
     name, value, role, *_ = item
-    if isinstance(value, functools.partial):
+    if isinstance(value, StepHolder):
+        yield Item(name, value._step, role)
+    elif isinstance(value, functools.partial):
         yield from (Item(name, held, role) for held in (value.func, value.args, value.keywords))
     elif isinstance(value, types.MethodType):
         yield Item(name, value.__func__, role)

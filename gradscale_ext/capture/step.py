@@ -37,7 +37,7 @@ from .guards import Guards
 from .hooks import hook_name, hooks_of, inside, is_inside_another, is_of_monitor, rehearsing, watching_mode
 from .remedies import rate_remedy
 from .snapshot import Change, Snapshot
-from .state import State
+from .state import State, StepHolder
 from .watch import location_of
 
 
@@ -77,7 +77,7 @@ class _Captured:
     verified: int = 0
 
 
-class CapturedStep:
+class CapturedStep(StepHolder):
     """A learner step that runs as one CUDA graph from its fourth call on, and never differs from calling the step.
 
     On a GPU the steps of reinforcement learning take most of their time to launch small kernels. A graph launches all
