@@ -856,6 +856,7 @@ def test_wrong_arguments_and_results():
     for arguments, error, match in (
         ((3,), TypeError, "step must be callable, but it is of type int"),
         ((len, 3), TypeError, r"state\[0\] is of type int"),
+        ((len, torch.nn.Linear), TypeError, r"state\[0\] is of type type"),
         ((len, [torch.zeros(1), {"a": "b"}]), TypeError, r"state\[0\]\[1\]\['a'\] is of type str"),
     ):
         with pytest.raises(error, match=match):

@@ -185,8 +185,9 @@ def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def _is_stateful(value: object) -> bool:
-    """True for modules, optimizers, schedulers, scalers and the like."""
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    """True for modules, optimizers, schedulers, scalers and the like, not for their classes."""
+    methods = getattr(value, "state_dict", None), getattr(value, "load_state_dict", None)
+    return not isinstance(value, type) and all(map(callable, methods))
 
 
 def _updaters_in(root: Any) -> list[Any]:
