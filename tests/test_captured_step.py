@@ -7,6 +7,7 @@ import pickle
 import threading
 import warnings
 
+import numpy
 import pytest
 import tape
 import torch
@@ -507,15 +508,16 @@ def test_variables_of_one_name_in_two_closures():
 
 
 def test_numbers_of_an_object_that_the_step_changes_are_named():
-    """Also a number in a list that the step replaces."""
+    """Also a number in a list that the step replaces, and numbers of NumPy."""
 
     class Agent:
         def __init__(self):
-            self.learner, self.updates, self.counts = Learner(), 0, [0]
+            self.learner, self.updates, self.counts, self.total = Learner(), 0, [0], numpy.int64(0)
 
         def update(self, x, y):
             self.updates += 1
             self.counts = [self.counts[0] + 1]
+            self.total += 1
             return self.learner.step(x, y)
 
     agent = Agent()
@@ -525,6 +527,7 @@ def test_numbers_of_an_object_that_the_step_changes_are_named():
     names = [str(one.message).partition(", which")[0] for one in caught]
     assert sorted(names) == [
         "CapturedStep: the step changes self.counts[0] (3, then 4)",
+        f"CapturedStep: the step changes self.total ({numpy.int64(3)!r}, then {numpy.int64(4)!r})",
         "CapturedStep: the step changes self.updates (3, then 4)",
     ]
 
@@ -779,8 +782,6 @@ def test_arguments_that_the_step_writes_to(write):
 @pytest.mark.parametrize("library", ["python", "numpy"])
 def test_random_numbers_of_the_host(library):
     import random
-
-    import numpy
 
     learner = Learner()
 

@@ -6,6 +6,7 @@ import random
 import sys
 import types
 from collections.abc import Callable, Iterator
+from numbers import Number
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ Kind = Literal["number", "rate", "flag", "hook", "identity", "attribute", "gradi
 """A number or tensor in `param_groups`; `training` or `requires_grad`; hooks; which objects a container holds, or the
 memory of a tensor; something that the step may or may not read; whether a parameter has a gradient; something that no
 graph depends on."""
-NUMBERS = (int, float, bool, str)
+NUMBERS = (Number, str)
 SIZE = object()
 """In place of what is not in a container."""
 
