@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import dataclass
 
 import numpy
 import pytest
@@ -547,6 +548,32 @@ def test_one_argument_and_several():
     assert found(lambda pair: learner.step(*pair), *learner.state(), given=pairs).ok
     named = [{"x": x, "y": y} for x, y in batches(3)]
     assert found(lambda batch: learner.step(**batch), *learner.state(), given=named).ok
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def test_a_batch_that_is_a_dataclass():
+    learner = Learner()
+    given = [Batch(*batch) for batch in batches(2)]
+    assert found(lambda batch: learner.step(batch.x, batch.y), *learner.state(), given=given).ok
+
+
+@pytest.mark.parametrize("write", [lambda x: x.mul_(2.0), lambda x: x.data.mul_(2.0), lambda x: x.requires_grad_()])
+def test_batches_are_left_as_they_are(write):
+    """Also gradients of arguments, which are no state that the step before left."""
+    learner, given = Learner(), batches(2)
+
+    def step(x, y):
+        write(x)
+        return learner.step(x, y)
+
+    assert found(step, *learner.state(), given=given).ok
+    assert bits(given) == bits(batches(2))
+    assert not any(x.requires_grad or x.grad is not None for x, _ in given)
 
 
 def test_wrong_arguments():

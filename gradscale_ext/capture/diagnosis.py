@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from .. import _context
+from .. import _context, _structures
 from .hooks import hook_name, hooks_of, inside, is_of_monitor, rehearsing
 from .remedies import rate_remedy, scheduler_remedy, step_count_remedy
 from .report import CaptureDiagnosis, Findings
@@ -78,9 +77,10 @@ def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: A
     numbers = []
     try:
         for index, batch in enumerate([batches[0], *batches]):
-            given = batch if isinstance(batch, tuple) else (batch,)
+            copies: list[torch.Tensor] = []
+            given = _copied(batch if isinstance(batch, tuple) else (batch,), copies)
             numbers.append(_numbers_of_groups(own))
-            known = [*(item.value for item in own.tensors() if item.role not in ROLES_REPLACED), *_tensors_in(given)]
+            known = [*(item.value for item in own.tensors() if item.role not in ROLES_REPLACED), *copies]
             is_first = index == 0
             before_it = None if index < 2 else watches[-1]
             watches.append(Watch(known, own.generators(), None if is_first else findings, before_it))
@@ -111,9 +111,16 @@ def _check(step: Any, batches: Any) -> None:
         )
 
 
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in a structure."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+def _copied(batch: Any, copies: list[torch.Tensor]) -> Any:
+    """A batch of copies, which the step may write to. Appends them to a list."""
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        copies.append(value.detach().clone().requires_grad_(value.requires_grad))
+        return copies[-1]
+
+    return _structures.mapped("diagnose_capture", copied, batch)
 
 
 def _numbers_of_groups(state: State) -> dict[int, list[dict[str, float]]]:
