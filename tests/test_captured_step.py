@@ -6,6 +6,7 @@ import copy
 import pickle
 import threading
 import warnings
+from dataclasses import dataclass, field
 
 import numpy
 import pytest
@@ -842,6 +843,12 @@ def test_a_number_that_is_another_one_at_each_call():
     assert update.is_captured
 
 
+@dataclass
+class Counted:
+    values: torch.Tensor
+    count: int = field(init=False, default=0)
+
+
 def test_wrong_arguments_and_results():
     learner = Learner()
     update = gs.CapturedStep(learner.step, *learner.state())
@@ -850,6 +857,8 @@ def test_wrong_arguments_and_results():
         update(x, y.numpy())
     with pytest.raises(ValueError, match=r"argument \[0\] requires grad"):
         update(x.requires_grad_(), y)
+    with pytest.raises(TypeError, match=r"argument \['y'\]\[0\] is of type Counted.* built again .* field count is"):
+        update(x, y=[Counted(y)])
     with pytest.raises(TypeError, match="its result is of type object"):
         gs.CapturedStep(lambda: object())()
     with pytest.raises(TypeError, match=r"its result\['a'\]\[0\] is of type set"):

@@ -38,14 +38,21 @@ def _form_of(value: Any, place: str, leaves: list[Leaf], refuse: Refuse) -> Form
         return None
     if _structures.is_leaf(value):
         raise refuse(place, value)
-    parts: list[Any] = []
+    items: list[tuple[Any, Any]] = []
 
     def look(key: Any, item: Any) -> Any:
-        name, shown = (key.name, f".{key.name}") if isinstance(key, dataclasses.Field) else (key, f"[{key!r}]")
-        parts.append((name, _form_of(item, f"{place}{shown}", leaves, refuse)))
+        items.append((key, item))
         return item
 
-    _structures.rebuilt("CapturedStep", look, value)
+    try:
+        _structures.rebuilt("CapturedStep", look, value)
+    except TypeError as error:
+        reason = f"it cannot be built again with other items: {error.__cause__}"
+        raise TypeError(f"{refuse(place, value)}; {reason}") from error
+    parts: list[Any] = []
+    for key, item in items:
+        name, shown = (key.name, f".{key.name}") if isinstance(key, dataclasses.Field) else (key, f"[{key!r}]")
+        parts.append((name, _form_of(item, f"{place}{shown}", leaves, refuse)))
     return type(value), *parts
 
 
