@@ -127,8 +127,9 @@ def _context(device: torch.device) -> tuple[Any, ...]:
     )
 
 
+@torch.inference_mode(False)
 def like(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory for an argument, with the same strides."""
+    """Memory for an argument, with the same strides. Counts writes, also if inference mode is active."""
     if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         return tensor.clone()
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
