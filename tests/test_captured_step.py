@@ -13,6 +13,7 @@ import pytest
 import tape
 import torch
 from tests_of_capture import Learner, batches, bits
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import gradscale_ext as gs
 from gradscale_ext.capture import graphs
@@ -584,6 +585,8 @@ HOOKS = {
     "Model.head.weight": lambda own: own.model.head.weight.register_hook(ignored),
     "Model.head.bias": lambda own: own.model.head.bias.register_post_accumulate_grad_hook(ignored),
     "SGD": lambda own: own.optimizer.register_step_post_hook(ignored),
+    "every module": lambda own: torch.nn.modules.module.register_module_forward_hook(ignored),
+    "every optimizer": lambda own: register_optimizer_step_post_hook(ignored),
 }
 
 
@@ -591,12 +594,14 @@ HOOKS = {
 def test_hooks(place):
     learner = Learner()
     handle = HOOKS[place](learner)
-    text = refusal(learner.step, learner.state(), "has the hook ignored")
-    assert f"{place} has the hook" in text
-    assert "hooks='ignore'" in text
-    update = gs.CapturedStep(learner.step, *learner.state(), hooks="ignore")
-    captured_calls(update, batches(5))
-    handle.remove()
+    try:
+        text = refusal(learner.step, learner.state(), "has the hook ignored")
+        assert f"{place} has the hook" in text
+        assert "hooks='ignore'" in text
+        update = gs.CapturedStep(learner.step, *learner.state(), hooks="ignore")
+        captured_calls(update, batches(5))
+    finally:
+        handle.remove()
     captured_calls(update, batches(5))
     assert update.is_captured
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -15,14 +16,22 @@ from ..monitor.monitor import GradientMonitor
 from .state import HOOKS_OF_MODULES, HOOKS_OF_OPTIMIZERS, State
 
 _thread = threading.local()
+_HOOKS_OF_ALL = (
+    ("every module", "torch.nn.modules.module", [f"_global{attribute}" for attribute in HOOKS_OF_MODULES]),
+    ("every optimizer", "torch.optim.optimizer", ["_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"]),
+)
 
 
 def hooks_of(state: State) -> Iterator[tuple[str, Any]]:
-    """Hooks on modules, parameters and optimizers, each with the name of what it is on.
+    """Hooks on modules, parameters and optimizers, or on all of them, each with the name of what it is on.
 
     PyTorch's own hooks, such as those of weight_norm and DistributedDataParallel, consist of operators or expect a
     graph, and are left out.
     """
+    for name, library, attributes in _HOOKS_OF_ALL:
+        for attribute in attributes:
+            found = vars(sys.modules[library]).get(attribute, {})
+            yield from ((name, hook) for hook in found.values() if not _is_torchs(hook))
     for name, module in state.modules():
         for attribute in HOOKS_OF_MODULES:
             yield from ((name, hook) for hook in vars(module).get(attribute, {}).values() if not _is_torchs(hook))
