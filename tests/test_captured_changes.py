@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 import random
 import threading
 from collections import deque
@@ -548,6 +549,16 @@ def test_gradients_of_arguments():
         return call
 
     equal(learner_of(step))
+
+
+def test_zeros_and_nan_as_arguments():
+    """-0.0 is another number than 0.0, and NaN is the same at each call."""
+    learner = Learner()
+    update = gs.CapturedStep(lambda x, y, number: learner.step(x, y) * math.copysign(1.0, number), *learner.state())
+    for index, batch in enumerate(batches(16)):
+        number = (0.0, -0.0, float("nan"))[index % 3]
+        assert (update(*batch, number) < 0) == (index % 3 == 1)
+    assert [info.signature.rpartition(" ")[2] for info in update.graphs] == ["0.0", "-0.0", "nan"]
 
 
 def test_an_argument_that_is_a_generator():

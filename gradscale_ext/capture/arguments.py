@@ -96,7 +96,8 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) ->
     forms: list[Any] = []
     for index, (place, value) in enumerate(leaves):
         if not isinstance(value, torch.Tensor):
-            forms.append((type(value), value))
+            # The text of a float tells -0.0 from 0.0, and is the same for each NaN.
+            forms.append((type(value), repr(value) if isinstance(value, float | complex) else value))
             continue
         if value.device != device:
             if value.device.type != "cpu":
@@ -158,7 +159,7 @@ def refuse_result(place: str, value: Any) -> Exception:
 def _form_text(form: Any) -> str:
     if isinstance(form[0], torch.dtype):
         return f"{str(form[0]).removeprefix('torch.')} {list(form[1])}"
-    return repr(form[1])
+    return str(form[1]) if issubclass(form[0], float | complex) else repr(form[1])
 
 
 def text_of(form: Form) -> str:
