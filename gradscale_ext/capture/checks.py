@@ -35,7 +35,7 @@ def problems(before: Snapshot, state: State, *, verifies: bool) -> Iterator[str]
                 "what it held; raise warmup, so that a plain call makes it"
             )
         if name in copies and not is_equal(tensor, copies[name]):
-            optimizer = state.optimizers().get(name.partition(".")[0])
+            optimizer = optimizer_of(name, state)
             yield (
                 f"the step changes {name}, a tensor of the CPU, which a replay does not; "
                 + (step_count_remedy(optimizer) if optimizer is not None else "keep it on the device")
@@ -48,7 +48,7 @@ def problems(before: Snapshot, state: State, *, verifies: bool) -> Iterator[str]
     for change in (*before.changes(), *flags):
         is_kept = change.item is not None and change.item.role in ("options", "optimizer", "updater")
         if change.kind == "flag" or (is_kept and change.is_of_a_number):
-            yield f"the step changes {shown(change)}, which a replay does not; {_remedy(change)}"
+            yield f"the step changes {shown(change)}, which a replay does not; {_remedy(change, state)}"
     for library in before.random.changes():
         yield f"the step draws from {library}, and a replay would repeat the numbers; draw them before the step"
     for saved in before.outside:
@@ -92,12 +92,19 @@ def written_argument(place: str) -> str:
     return f"the step writes to {argument(place)}; write to a copy, x.clone()"
 
 
-def _remedy(change: Change) -> str:
+def _remedy(change: Change, state: State) -> str:
     if change.kind == "flag":
         return "write train(), eval() and requires_grad_() outside of the step"
     if change.item is not None and change.item.role == "updater":
         return scheduler_remedy()
-    return rate_remedy() if change.key == "lr" else "change it outside of the step, and call reset() after a change"
+    if change.key == "lr":
+        return f"write {rate_remedy(optimizer_of(change.name, state))}"
+    return "change it outside of the step, and call reset() after a change"
+
+
+def optimizer_of(name: str, state: State) -> torch.optim.Optimizer | None:
+    """The optimizer that something belongs to, by its name in messages."""
+    return state.optimizers().get(name.partition(".")[0])
 
 
 def shown(change: Change) -> str:

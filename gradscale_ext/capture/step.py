@@ -31,7 +31,7 @@ from .arguments import (
     text_of,
     what_changes,
 )
-from .checks import Elsewhere, Outcome, beyond_noise, problems, shown, written_argument
+from .checks import Elsewhere, Outcome, beyond_noise, optimizer_of, problems, shown, written_argument
 from .diagnosis import diagnose_capture
 from .guards import Guards
 from .hooks import hook_name, hooks_of, inside, is_inside_another, is_of_monitor, rehearsing, watching_mode
@@ -338,7 +338,7 @@ class CapturedStep(StepHolder):
             changes = captured.guards.changes()
             for change in changes:
                 if change.kind in ("number", "rate"):
-                    raise _Refused(f"CapturedStep: {_changed_option(change)}")
+                    raise _Refused(f"CapturedStep: {_changed_option(change, self._state)}")
             if all(change.kind == "attribute" for change in changes):
                 # Perhaps the step does not read it: compare a replay with a plain step, if that is wanted.
                 for change in captured.guards.accept(changes):
@@ -553,9 +553,11 @@ def _capturable(state: State) -> Iterator[None]:
             group["capturable"] = False
 
 
-def _changed_option(change: Change) -> str:
+def _changed_option(change: Change, state: State) -> str:
     if change.kind == "rate":
         return f"{change.name} is another tensor than the captured one; change that one with fill_() or copy_()"
     then, now = (f"{value:.6g}" if isinstance(value, float) else str(value) for value in (change.before, change.now))
-    remedy = f"write {rate_remedy()}" if change.key == "lr" else "call reset() after a change, which captures again"
+    remedy = "call reset() after a change, which captures again"
+    if change.key == "lr":
+        remedy = f"write {rate_remedy(optimizer_of(change.name, state))}"
     return f"{change.name} is {now}, but a graph keeps {then}, the value that was captured; {remedy}"
