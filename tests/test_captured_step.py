@@ -487,6 +487,24 @@ def test_a_number_that_changes_in_a_closure():
     assert "parameter.mul_(1 - 0.01 * decay)" in str(error.value)
 
 
+def test_a_number_that_changes_is_named_once():
+    """Not again for each graph."""
+    learner, count = Learner(), 0
+
+    def step(x, y, self=None):
+        nonlocal count
+        count += 1
+        return learner.step(x, y)
+
+    update = gs.CapturedStep(step, *learner.state())
+    with pytest.warns(UserWarning, match="the step changes count") as caught:
+        for size in (4, 8):
+            for x, y in batches(6, size=size):
+                update(x, y, self=0)  # a name like any other
+    assert len(update.graphs) == 2
+    assert len(caught) == 1
+
+
 def test_variables_of_one_name_in_two_closures():
     """Neither is taken for the other, which would look like a number that the step changes."""
 

@@ -233,7 +233,7 @@ class CapturedStep(StepHolder):
 
     # ---- Calls -------------------------------------------------------------------------------------------------------
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Make one learner step. Inside of another captured step, this becomes a part of the other one's graph."""
         if self._maker is None or is_inside_another(self):
             return self._step(*args, **kwargs)
@@ -254,7 +254,7 @@ class CapturedStep(StepHolder):
                 self._maker = None
                 return result[0]
 
-    def plain(self, *args: Any, **kwargs: Any) -> Any:
+    def plain(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the step as it is. Allowed at any time: graphs and plain calls have one state."""
         if self._maker is None or is_inside_another(self):
             return self._step(*args, **kwargs)
@@ -403,7 +403,8 @@ class CapturedStep(StepHolder):
             if change.is_of_a_number:
                 self._warn_once(
                     f"the step changes {shown(change)}, which a replay does not. If the step computes or decides with "
-                    "it, keep it in a tensor of the device that is part of the state, or change it outside of the step"
+                    "it, keep it in a tensor of the device that is part of the state, or change it outside of the step",
+                    key=change.name,
                 )
             elif change.is_replaced:
                 self._warn_once(
