@@ -106,6 +106,17 @@ def test_a_state_that_is_changed(name):
     equal(learner_of(), before=at(8, CHANGES[name]), num_graphs=2 if name == "freeze" else 1)
 
 
+def test_a_buffer_that_is_replaced_before_each_call():
+    """Right, but slower than plain calls."""
+
+    def replace(learner, index):
+        learner.model.body[1].running_var = torch.ones(16)
+
+    with pytest.warns(UserWarning, match=r"running_var.* has been replaced between the calls 3 times") as caught:
+        run(learner_of(), True, before=replace, count=20)
+    assert len(caught) == 1
+
+
 def test_a_group_of_parameters_that_is_added():
     def make():
         learner = Learner()

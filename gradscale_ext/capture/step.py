@@ -8,6 +8,7 @@ import functools
 import math
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -43,6 +44,10 @@ from .watch import location_of
 
 _FORMS_PER_GRAPH = 4
 """How many forms of arguments, for each graph that is allowed, are remembered until they come again."""
+
+
+_OFTEN = 3
+"""How often something may be replaced between the calls without a warning."""
 
 
 class GraphInfo(NamedTuple):
@@ -181,6 +186,8 @@ class CapturedStep(StepHolder):
         self._known: dict[Form, Any] = {}
         """By form of arguments: what had changed at the last plain call, compared with the newest graph."""
         self._captured: list[_Captured] = []
+        self._replaced: Counter[str] = Counter()
+        """How often something has been replaced, which has cost a graph."""
         self._warned: set[str] = set()
         self._waits: list[str] = []
         """Lines of the last plain call that waited for the device."""
@@ -352,8 +359,14 @@ class CapturedStep(StepHolder):
                 if changes:
                     captured.verified = min(captured.verified, max(self._options["verify"] - 1, 0))
                 return captured, None
-            if any(change.kind == "identity" for change in changes):
+            if replaced := next((change.name for change in changes if change.kind == "identity"), None):
                 self._drop(captured)
+                self._replaced[replaced] += 1
+                if self._replaced[replaced] == _OFTEN:
+                    self._warn_once(
+                        f"{replaced} has been replaced between the calls {_OFTEN} times. Each time another graph is "
+                        "captured, which is slower than plain calls; write to the same tensor with copy_()"
+                    )
                 self._known.pop(form, None)
             else:
                 changed += [(change.name, str(change.now)) for change in changes]
