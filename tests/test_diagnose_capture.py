@@ -396,6 +396,7 @@ HOST = {
     "tensor": lambda: torch.tensor([1.0, 2.0, 3.0]),
     "as_tensor": lambda: torch.as_tensor([1.0, 2.0, 3.0]),
     "from_numpy": lambda: torch.from_numpy(numpy.ones(3, dtype=numpy.float32)),
+    "new_tensor": lambda: torch.zeros(3).new_tensor([1.0, 2.0, 3.0]),
     "constructor": lambda: torch.Tensor([1.0, 2.0, 3.0]),
 }
 

@@ -148,7 +148,8 @@ class Watch:
         """Make a call that a function mode saw, and note what no operator will show."""
         name = getattr(function, "__name__", "")
         outer, self._function = self._function, (name, args, kwargs)
-        is_made = name in _MADE_ON_HOST and not isinstance(_first(args, kwargs), torch.Tensor)
+        data = _first(args[name == "new_tensor" :], kwargs)
+        is_made = name in _MADE_ON_HOST and not isinstance(data, torch.Tensor)
         try:
             is_ours = str(getattr(function, "_schema", "")).startswith("gradscale_ext::")
             if name in _READS or name in _WITH_NUMBERS or is_ours:
@@ -158,7 +159,7 @@ class Watch:
                     if name in _READS:
                         self._add_read(call, _READS[name], name)
                     if is_made and not call.is_ours:  # the kernels get numbers without such tensors
-                        self._add_host_copy(call, f"torch.{name} makes")
+                        self._add_host_copy(call, f"{'' if name == 'new_tensor' else 'torch.'}{name} makes")
             result = function(*args, **kwargs)
             if is_made:  # reported already: what reads it is no finding of its own
                 self._note_made(result, [])
