@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
 from dataclasses import dataclass
 
@@ -301,6 +302,7 @@ READS = {
     "asarray": (lambda t: numpy.asarray(t.detach()), "a conversion to NumPy", "return the tensor"),
     "cpu": (lambda t: t.cpu(), "cpu() waits", "return the tensor"),
     "print": (lambda t: print(t.sum()), "print or str() waits", "print after the step"),
+    "log": (lambda t: logging.makeLogRecord({"msg": "%s", "args": (t,)}).getMessage(), "print or str()", "print after"),
     "f-string": (lambda t: f"{t.sum():.2f}", "an f-string", "return the tensor"),
     "range": (lambda t: range((t > 0).sum()), "a use as an index or size", "return the tensor"),
     "unique": (lambda t: t.unique(), "unique waits", "return the tensor"),

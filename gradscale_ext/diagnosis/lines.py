@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import linecache
+import logging
 import os
 import sys
 from types import FrameType
@@ -14,7 +15,8 @@ import torch
 
 _TORCH = os.path.dirname(torch.__file__)
 _TENSORDICT = os.path.join(os.path.dirname(_TORCH), "tensordict")
-_PACKAGES = (_TORCH, _TENSORDICT, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PACKAGES = (_TORCH, _TENSORDICT, _OURS, os.path.dirname(logging.__file__))
 #: Beginnings of the paths of files whose lines are never the user's.
 NOT_THE_USERS = (*(package + os.sep for package in _PACKAGES), copy.__file__, contextlib.__file__)
 
