@@ -109,6 +109,7 @@ class Watch:
         self._survivors = {} if before is None else before._alive(except_for=self._known)
         self._made: dict[int, tuple[StorageWeakRef, Location | None]] = {}
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._saved_generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
         self._random = host_generators()
         self._function: tuple[str, tuple[Any, ...], dict[str, Any]] = ("", (), {})
         self._location: Location | None = None
@@ -127,10 +128,12 @@ class Watch:
             yield
 
     def restore_foreign(self) -> None:
-        """Put back what the step wrote to memory outside of the state."""
+        """Put back what the step changed outside of the state: memory and generators."""
         for memory, contents in self._saved.values():
             if memory.nbytes() == contents.nbytes():
                 memory.copy_(contents)
+        for generator, state in self._saved_generators.values():
+            generator.set_state(state)
 
     def _alive(self, except_for: Container[int]) -> dict[int, torch.UntypedStorage]:
         """Memory that the step made and that still exists."""
@@ -188,6 +191,7 @@ class Watch:
             )
         self._find_memory(call, operands, _written(operator, args, kwargs))
         for generator in filter(self._is_unknown, _generators((args, kwargs))):
+            self._saved_generators.setdefault(_address(generator), (generator, generator.get_state()))
             cause = f"{call.shown} draws from a generator of {generator.device} that a graph does not know"
             self._findings.add("generator", cause, call.location)
         read = self._read(operator, args, kwargs, call.owner is None)
