@@ -449,7 +449,9 @@ def test_hooks():
     learner.model.head.register_forward_hook(lambda *args: None)
     learner.model.head.weight.register_hook(lambda gradient: None)
     learner.optimizer.register_step_pre_hook(lambda *args: None)
-    causes = [finding.cause for finding in found(learner.step, *learner.state()).findings]
+    findings = found(learner.step, *learner.state()).findings
+    causes = [finding.cause for finding in findings]
+    assert findings[0].source == "learner.model.head.register_forward_hook(lambda *args: None)"
     assert [cause.partition(" ")[0] for cause in causes] == ["Model.head", "Model.head.weight", "SGD"]
     normalised = torch.nn.utils.weight_norm(torch.nn.Linear(6, 3))
     optimizer = torch.optim.SGD(normalised.parameters(), lr=0.1)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import _context, _structures
-from .hooks import hook_name, hooks_of, inside, is_of_monitor, rehearsing
+from .hooks import hook_location, hook_name, hooks_of, inside, is_of_monitor, rehearsing
 from .remedies import rate_remedy, scheduler_remedy, step_count_remedy
 from .report import CaptureDiagnosis, Findings
 from .snapshot import Snapshot
@@ -73,7 +73,7 @@ def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: A
     for name, hook in hooks_of(own):
         if not is_of_monitor(hook):
             cause = f"{name} has the hook {hook_name(hook)}, which a replay does not run"
-            findings.add("python_hook", cause, None, key=name)
+            findings.add("python_hook", cause, hook_location(hook), key=name)
     numbers = []
     try:
         for index, batch in enumerate([batches[0], *batches]):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..diagnosis.lines import Location
 from ..monitor import _open
 from ..monitor._kept import Rehearsal
 from ..monitor.monitor import GradientMonitor
@@ -55,6 +56,12 @@ def _is_torchs(hook: Any) -> bool:
 def hook_name(hook: Any) -> str:
     """A hook as messages name it."""
     return getattr(hook, "__qualname__", None) or type(hook).__qualname__
+
+
+def hook_location(hook: Any) -> Location | None:
+    """The line on which a hook is defined; None for hooks that are no functions or methods."""
+    code = getattr(hook, "__code__", None)
+    return None if code is None else Location(code.co_filename, code.co_firstlineno)
 
 
 def is_of_monitor(hook: Any) -> bool:
