@@ -441,6 +441,27 @@ def test_a_hidden_state_that_the_step_replaces(kind):
     assert bits([*learner.state(), learner.hidden]) == bits([*reference.state(), reference.hidden])
 
 
+@pytest.mark.parametrize("kind", ["list", "deque", "dict", "dicts"])
+def test_logs_of_tensors_in_the_step(kind):
+    """What the captured call left there is no part of the state that the step writes to."""
+
+    def make():
+        learner = Learner()
+        learner.log = {"list": [], "deque": deque(maxlen=20), "dict": {}, "dicts": []}[kind]
+
+        def step(x, y):
+            loss = learner.step(x, y)
+            if kind == "dict":
+                learner.log[len(learner.log)] = loss.detach()
+            else:
+                learner.log.append({"loss": loss.detach()} if kind == "dicts" else loss.detach())
+            return loss
+
+        return learner, step
+
+    equal(make)
+
+
 @pytest.mark.parametrize("is_named", [True, False])
 @pytest.mark.parametrize("name", ["ExponentialLR", "CosineAnnealingLR", "StepLR"])
 def test_schedules_inside_of_the_step(name, is_named):

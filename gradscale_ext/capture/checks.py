@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import torch
 
@@ -64,13 +64,13 @@ class Elsewhere:
     """Copies of what a step may read but not write to: its arguments, and what is not part of the state, of which only
     parameters and the smaller tensors. Writes through `.data`, which PyTorch does not count, show here."""
 
-    def __init__(self, before: Snapshot, device: torch.device, results: list[torch.Tensor]) -> None:
-        """Copy what is on the device of the graph. `results`: those of graphs, which the caller may have kept."""
+    def __init__(self, before: Snapshot, device: torch.device, existing: Container[int]) -> None:
+        """Copy what is on the device of the graph, and existed before it was captured: results and what the captured
+        call left somewhere are the graph's own."""
         self._copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        own = {memory._cdata for memory in map(memory_of, results) if memory is not None}
         for saved in before.outside:
             memory, is_parameter = memory_of(saved.alias), isinstance(saved.item.value, torch.nn.Parameter)
-            if memory is None or memory._cdata in own or memory.device != device:
+            if memory is None or memory._cdata not in existing or memory.device != device:
                 continue
             if is_parameter or memory.nbytes() <= _MOST_BYTES:
                 contents = torch.empty(0, dtype=torch.uint8, device=device).set_(memory)

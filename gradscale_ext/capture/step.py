@@ -38,7 +38,7 @@ from .guards import Guards
 from .hooks import hook_name, hooks_of, inside, is_inside_another, is_of_monitor, rehearsing, watching_mode
 from .remedies import rate_remedy
 from .snapshot import Change, Snapshot
-from .state import State, StepHolder
+from .state import State, StepHolder, memory_of
 from .watch import location_of
 
 
@@ -79,6 +79,8 @@ class _Captured:
     guards: Guards
     rehearsals: list[tuple[GradientMonitor, Rehearsal]]
     """Monitors, and what a replay adds to each."""
+    outside: set[int]
+    """The memory outside of the state that existed before the graph."""
     verified: int = 0
 
 
@@ -429,7 +431,8 @@ class CapturedStep(StepHolder):
         # The step may have called requires_grad_() on an argument, which a copy to it would not accept.
         inputs = [tensor.detach() for tensor in inputs]
         result = each_tensor(torch.Tensor.detach, result)
-        self._captured.append(_Captured(arguments.form, inputs, graph, result, guards, rehearsals))
+        outside = {memory._cdata for saved in before.outside if (memory := memory_of(saved.alias)) is not None}
+        self._captured.append(_Captured(arguments.form, inputs, graph, result, guards, rehearsals, outside))
         return self._captured[-1]
 
     def _refuse_beforehand(self, arguments: Arguments) -> None:
@@ -478,8 +481,7 @@ class CapturedStep(StepHolder):
             return Outcome(flatten(result, refuse_result)[1], self._state)
 
         begin = Snapshot(self._state)
-        results = [leaf.value for one in self._captured for leaf in flatten(one.result, refuse_result)[1]]
-        elsewhere = Elsewhere(begin, self._device, [value for value in results if isinstance(value, torch.Tensor)])
+        elsewhere = Elsewhere(begin, self._device, captured.outside)
         replayed = outcome(self._replay(captured, arguments))
         begin.restore()
         for problem in elsewhere.writes(arguments.tensors(), captured.inputs):
