@@ -402,19 +402,21 @@ def test_seeds_in_the_step(kind):
     assert kind == "generator" or "in the random numbers of the CPU; the plain step" in text
 
 
-@pytest.mark.parametrize("kind", ["attribute", "item", "variable"])
+@pytest.mark.parametrize("kind", ["attribute", "item", "variable", "tuple"])
 def test_a_hidden_state_that_the_step_replaces(kind):
     """Capturing and the replay leave no trace: the plain step that is kept starts from the hidden state before it."""
 
     def make():
         learner = Learner()
         hidden = torch.zeros(3)
-        learner.hidden, learner.memory = hidden, [hidden]
+        learner.hidden, learner.memory, learner.states = hidden, [hidden], (hidden, hidden)
 
         def step(x, y):
             nonlocal hidden
-            out = learner.model(x) + {"attribute": learner.hidden, "item": learner.memory[0], "variable": hidden}[kind]
+            own = {"attribute": learner.hidden, "item": learner.memory[0], "variable": hidden}
+            out = learner.model(x) + own.get(kind, learner.states[1])
             learner.hidden = learner.memory[0] = hidden = out.detach().mean(0)
+            learner.states = (0, hidden)
             loss = (out - y).square().mean()
             learner.optimizer.zero_grad()
             loss.backward()
@@ -427,7 +429,7 @@ def test_a_hidden_state_that_the_step_replaces(kind):
     update, count = gs.CapturedStep(step, *learner.state()), 0
     torch.manual_seed(7)
     with (
-        pytest.warns(UserWarning, match="the step replaces .* by another tensor, which a replay does not.* copy_"),
+        pytest.warns(UserWarning, match="the step puts another tensor in .*, which a replay does not.* copy_"),
         pytest.raises(RuntimeError, match="a replay differs from a plain step"),
     ):
         for batch in batches(14):
@@ -443,11 +445,12 @@ def test_a_hidden_state_that_the_step_replaces(kind):
 
 @pytest.mark.parametrize("kind", ["list", "deque", "dict", "dicts"])
 def test_logs_of_tensors_in_the_step(kind):
-    """What the captured call left there is no part of the state that the step writes to."""
+    """What the captured call leaves there is no part of the state that the step writes to."""
 
     def make():
         learner = Learner()
         learner.log = {"list": [], "deque": deque(maxlen=20), "dict": {}, "dicts": []}[kind]
+        made.append(learner)
 
         def step(x, y):
             loss = learner.step(x, y)
@@ -459,7 +462,11 @@ def test_logs_of_tensors_in_the_step(kind):
 
         return learner, step
 
-    equal(make)
+    made = []
+    match = r"the step puts another tensor in learner\.log" + ("," if kind == "deque" else r"\[3\],")
+    with pytest.warns(UserWarning, match=match) if kind != "dicts" else contextlib.nullcontext():
+        equal(make)
+    assert len(made[0].log) == 3 + 1 + 2, "warm-up, the captured call, and verifications"
 
 
 @pytest.mark.parametrize("is_named", [True, False])

@@ -45,10 +45,10 @@ class Change(NamedTuple):
         return type(self.before) is type(self.now) and isinstance(self.now, NUMBERS)
 
     @property
-    def is_replaced(self) -> bool:
-        """True if a number has become another one, or a tensor is in the place of something else."""
-        is_tensor = isinstance(self.now, torch.Tensor) and has_contents(self.now)
-        return self.is_of_a_number or (is_tensor and self.before is not SIZE)
+    def is_of_a_tensor(self) -> bool:
+        """True if there is now a tensor, or a tuple with one."""
+        now = self.now if isinstance(self.now, tuple) else (self.now,)
+        return any(isinstance(value, torch.Tensor) and has_contents(value) for value in now)
 
 
 def kind_of(role: Role, key: Any, value: Any) -> Kind:
@@ -161,9 +161,9 @@ class Snapshot:
     @torch.no_grad()
     def restore(self) -> None:
         """Put the state back: the same objects, with the contents that they had. Outside of it, put back numbers, and
-        tensors in whose place are others."""
+        what tensors have replaced, but do not shorten logs, which other threads may write to."""
         for change in list(self.changes()):
-            if change.item is not None and change.item.role == "reached" and change.is_replaced:
+            if change.item is not None and change.item.role == "reached" and _is_put_back(change):
                 _put(change.item.value, change.key, change.before)
         for item, pairs in self.containers:
             if item.role != "reached":
@@ -238,6 +238,11 @@ def is_same(before: Any, after: Any) -> bool:
     if isinstance(before, tuple):
         return len(before) == len(after) and all(map(is_same, before, after))
     return isinstance(before, (*NUMBERS, bytes)) and bool(before == after)
+
+
+def _is_put_back(change: Change) -> bool:
+    has_key = change.item is not None and isinstance(change.item.value, dict | list | types.CellType)
+    return change.is_of_a_number or (change.is_of_a_tensor and has_key and change.before is not SIZE)
 
 
 def _put(container: Any, key: Any, value: Any) -> None:

@@ -56,8 +56,8 @@ class Item(NamedTuple):
     """The keys that the step uses; None for all."""
 
     def place(self, key: Any) -> str:
-        """The name of what is in a container."""
-        return self.form.format(name=self.name, key=key)
+        """The name of what is in a container; its own name for all that is in one without keys."""
+        return self.name if key is None else self.form.format(name=self.name, key=key)
 
     def pairs(self) -> list[tuple[Any, Any]]:
         """The keys and values of a container. What has no keys is one value, in a form that can be compared."""

@@ -421,11 +421,10 @@ class CapturedStep(StepHolder):
                     "it, keep it in a tensor of the device that is part of the state, or change it outside of the step",
                     key=change.name,
                 )
-            elif change.is_replaced:
+            elif change.is_of_a_tensor:
                 self._warn_once(
-                    f"the step replaces {change.name} by another tensor, which a replay does not. If anything reads "
-                    "it, return it from the step, or keep one tensor that is part of the state, and write to it with "
-                    "copy_()"
+                    f"the step puts another tensor in {change.name}, which a replay does not. If anything reads it, "
+                    "return it from the step, or keep one tensor that is part of the state and write to it with copy_()"
                 )
         guards = Guards(before, gradients, with_outside=self._options["verify"] > 0)
         # The step may have called requires_grad_() on an argument, which a copy to it would not accept.
