@@ -851,6 +851,15 @@ def test_too_many_graphs_name_the_argument():
         captured_calls(update, given)
 
 
+def test_too_many_strides_name_the_argument():
+    learner = Learner()
+    update = gs.CapturedStep(learner.step, *learner.state(), max_graphs=1, verify=0)
+    captured_calls(update, batches(5))
+    match = r"the strides of argument \[0\] keep changing: \[6, 1\], then \[1, 8\]; pass x\.contiguous\(\), or raise"
+    with pytest.raises(RuntimeError, match=match):
+        captured_calls(update, [(x.T.contiguous().T, y) for x, y in batches(5)])
+
+
 def test_a_number_that_is_another_one_at_each_call():
     """No call comes again, so that none is captured."""
     learner, reference = Learner(), Learner()

@@ -173,11 +173,15 @@ def what_changes(forms: list[Form], arguments: Arguments) -> str:
     if any(one[0] != form[0] or len(one[1]) != len(form[1]) for one in forms):
         return "the structure of the arguments keeps changing; pass the same lists and dicts at each call"
     for index, (place, value) in enumerate(arguments.leaves):
-        seen = list(dict.fromkeys(_form_text(one[1][index]) for one in every))
-        if len(seen) > 1:
+        seen = dict.fromkeys(one[1][index] for one in every)
+        texts = dict.fromkeys(map(_form_text, seen))
+        if len(texts) > 1:
             is_tensor = isinstance(value, torch.Tensor)
             remedy = "pad it to one shape, or to a few" if is_tensor else "pass a tensor, whose value may change"
-            return f"{argument(place)} keeps changing: {', then '.join(seen)}; {remedy}"
+            return f"{argument(place)} keeps changing: {', then '.join(texts)}; {remedy}"
+        if len(seen) > 1:
+            strides = ", then ".join(str(list(one[2])) for one in seen)
+            return f"the strides of {argument(place)} keep changing: {strides}; pass x.contiguous()"
     return (
         "the state or the context keeps changing (train() and eval(), requires_grad, gradients that are set to None "
         "between some calls, autocast); make separate captured steps"
