@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -11,9 +11,6 @@ from .arguments import Leaf, argument
 from .remedies import rate_remedy, scheduler_remedy, step_count_remedy
 from .snapshot import Change, Snapshot
 from .state import ROLES_REPLACED, State, memory_of
-
-_MOST_BYTES = 2**24
-"""The largest tensor outside of the state, other than a parameter, whose contents are compared."""
 
 
 def problems(before: Snapshot, state: State, *, verifies: bool) -> Iterator[str]:
@@ -61,19 +58,16 @@ def _written_outside(name: str) -> str:
 
 
 class Elsewhere:
-    """Copies of what a step may read but not write to: its arguments, and what is not part of the state, of which only
-    parameters and the smaller tensors. Writes through `.data`, which PyTorch does not count, show here."""
+    """Copies of what a step may read but not write to: its arguments, and parameters that are not part of the state.
+    Writes through `.data`, which PyTorch does not count, show here."""
 
-    def __init__(self, before: Snapshot, device: torch.device, existing: Container[int]) -> None:
-        """Copy what is on the device of the graph, and existed before it was captured: results and what the captured
-        call left somewhere are the graph's own."""
+    def __init__(self, before: Snapshot) -> None:
+        """Copy the parameters, not other tensors: those are large, belong to the graph, or change in other threads."""
         self._copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         for saved in before.outside:
-            memory, is_parameter = memory_of(saved.alias), isinstance(saved.item.value, torch.nn.Parameter)
-            if memory is None or memory._cdata not in existing or memory.device != device:
-                continue
-            if is_parameter or memory.nbytes() <= _MOST_BYTES:
-                contents = torch.empty(0, dtype=torch.uint8, device=device).set_(memory)
+            memory = memory_of(saved.alias)
+            if isinstance(saved.item.value, torch.nn.Parameter) and memory is not None:
+                contents = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
                 self._copies.append((saved.item.name, contents, contents.clone()))
 
     def writes(self, arguments: list[Leaf], inputs: list[torch.Tensor]) -> list[str]:

@@ -38,7 +38,7 @@ from .guards import Guards
 from .hooks import hook_name, hooks_of, inside, is_inside_another, is_of_monitor, rehearsing, watching_mode
 from .remedies import rate_remedy
 from .snapshot import Change, Snapshot
-from .state import State, StepHolder, memory_of
+from .state import State, StepHolder
 from .watch import location_of
 
 
@@ -79,8 +79,6 @@ class _Captured:
     guards: Guards
     rehearsals: list[tuple[GradientMonitor, Rehearsal]]
     """Monitors, and what a replay adds to each."""
-    outside: set[int]
-    """The memory outside of the state that existed before the graph."""
     verified: int = 0
 
 
@@ -430,8 +428,7 @@ class CapturedStep(StepHolder):
         # The step may have called requires_grad_() on an argument, which a copy to it would not accept.
         inputs = [tensor.detach() for tensor in inputs]
         result = each_tensor(torch.Tensor.detach, result)
-        outside = {memory._cdata for saved in before.outside if (memory := memory_of(saved.alias)) is not None}
-        self._captured.append(_Captured(arguments.form, inputs, graph, result, guards, rehearsals, outside))
+        self._captured.append(_Captured(arguments.form, inputs, graph, result, guards, rehearsals))
         return self._captured[-1]
 
     def _refuse_beforehand(self, arguments: Arguments) -> None:
@@ -480,7 +477,7 @@ class CapturedStep(StepHolder):
             return Outcome(flatten(result, refuse_result)[1], self._state)
 
         begin = Snapshot(self._state)
-        elsewhere = Elsewhere(begin, self._device, captured.outside)
+        elsewhere = Elsewhere(begin)
         replayed = outcome(self._replay(captured, arguments))
         begin.restore()
         for problem in elsewhere.writes(arguments.tensors(), captured.inputs):
