@@ -153,7 +153,8 @@ class Snapshot:
         found = []
         for saved in self.tensors:
             tensor, before = saved.item.value, saved.gradient
-            if tensor.is_leaf and (tensor.is_floating_point() or tensor.is_complex()):
+            may_have_one = saved.item.role == "kept" and (tensor.is_floating_point() or tensor.is_complex())
+            if tensor.is_leaf and (may_have_one or saved.requires_grad or before is not None):
                 is_used = before is not None and (tensor.grad is before or before._version != saved.gradient_version)
                 found.append(Gradient(tensor, before, tensor.grad, is_used))
         return found
