@@ -487,6 +487,20 @@ def test_a_number_that_changes_in_a_closure():
     assert "parameter.mul_(1 - 0.01 * decay)" in str(error.value)
 
 
+def test_a_number_of_a_function_that_changes_is_named():
+    learner = Learner()
+
+    def step(x, y):
+        step.count += 1
+        return learner.step(x, y)
+
+    step.count = 0
+    update = gs.CapturedStep(step, *learner.state())
+    with pytest.warns(UserWarning, match=r"the step changes step\.count \(3, then 4\)"):
+        captured_calls(update, batches(5))
+    assert step.count == 5
+
+
 def test_a_number_that_changes_is_named_once():
     """Not again for each graph."""
     learner, count = Learner(), 0

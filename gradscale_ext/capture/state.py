@@ -261,6 +261,9 @@ def _children_outside(item: Item) -> Iterator[Item]:
         used = Item("", value.__globals__, role, "{key}", frozenset(value.__code__.co_names))
         yield from (Item(key, held, role) for key, held in used.pairs())
         yield used
+        yield from (Item(f"{name}.{key}", held, role) for key, held in vars(value).items())
+        if vars(value):
+            yield Item(name, vars(value), role, ATTRIBUTE)
     elif item.form == ATTRIBUTE or item.keys is not None or isinstance(value, str | type | types.ModuleType):
         return
     elif type(value) in (*CONTAINERS, tuple):
