@@ -771,6 +771,21 @@ def test_state_that_the_captured_call_makes():
     assert all(parameter.grad is None for parameter in learner.model.body.parameters())
 
 
+def test_a_lazy_module():
+    """A plain call initializes it. One that the plain calls do not use is refused."""
+    learner = Learner()
+    learner.model.lazy = torch.nn.LazyLinear(3)
+    refusal(learner.step, learner.state(), r"Model\.lazy\.weight is uninitialized; call its lazy module once")
+    update = gs.CapturedStep(learner.step, *learner.state(), fallback="eager")
+    with pytest.warns(UserWarning, match="is uninitialized"):
+        captured_calls(update, batches(5))
+    with pytest.raises(ValueError, match=r"diagnose_capture: Model\.lazy\.weight is uninitialized"):
+        gs.diagnose_capture(learner.step, batches(2), *learner.state())
+    update = gs.CapturedStep(lambda x, y: learner.step(x, y) + learner.model.lazy(x).mean(), *learner.state())
+    captured_calls(update, batches(5))
+    assert update.is_captured
+
+
 def test_state_that_is_not_named():
     learner, average = Learner(), torch.zeros(())
 

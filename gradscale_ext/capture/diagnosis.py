@@ -53,7 +53,7 @@ def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: A
 
     Raises:
         TypeError: `step` is not callable, or an object in `state` is of another type.
-        ValueError: fewer than two batches.
+        ValueError: fewer than two batches, or a lazy module that has not been called yet.
         Exception: what the step raises.
 
     >>> model = torch.nn.Linear(2, 1)
@@ -69,6 +69,8 @@ def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: A
     """
     _check(step, batches)
     own = State("diagnose_capture", state)
+    if name := own.uninitialized():
+        raise ValueError(f"diagnose_capture: {name} is uninitialized; call its lazy module once before")
     before, watches, findings = Snapshot(own), list[Watch](), Findings()
     for name, hook in hooks_of(own):
         if not is_of_monitor(hook):

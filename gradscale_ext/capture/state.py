@@ -163,6 +163,10 @@ class State:
                 found[name] = optimizer
         return found
 
+    def uninitialized(self) -> str:
+        """The name of a parameter of a lazy module that has not run yet; empty if there is none."""
+        return next((name for name, tensor, *_ in self.tensors("kept") if torch.nn.parameter.is_lazy(tensor)), "")
+
     def generators(self) -> list[torch.Generator]:
         """The generators among the objects."""
         return [root for root in self.roots.values() if isinstance(root, torch.Generator)]

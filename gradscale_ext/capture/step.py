@@ -438,6 +438,8 @@ class CapturedStep(StepHolder):
                 f"CapturedStep: there are {len(self._captured)} graphs already (max_graphs), and {what}, or raise "
                 "max_graphs"
             )
+        if name := self._state.uninitialized():
+            raise _Refused(f"CapturedStep: {name} is uninitialized; call its lazy module once before")
         for name, hook in hooks_of(self._state):
             if self._options["hooks"] == "raise" and not is_of_monitor(hook):
                 raise _Refused(
