@@ -976,6 +976,27 @@ def test_an_exception_of_the_step(call):
     assert update.is_captured
 
 
+def test_an_interrupt_while_capturing():
+    """Leaves the state of the plain calls, which a program may save then."""
+    learner, calls = Learner(), []
+
+    def step(x, y):
+        calls.append(1)
+        loss = learner.step(x, y)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return loss
+
+    update = gs.CapturedStep(step, *learner.state())
+    captured_calls(update, batches(3))
+    before = bits([*learner.state(), torch.get_rng_state()])
+    with pytest.raises(KeyboardInterrupt):
+        update(*batches(1)[0])
+    assert bits([*learner.state(), torch.get_rng_state()]) == before
+    captured_calls(update, batches(3))
+    assert update.is_captured
+
+
 def test_an_attribute_that_decides_whether_the_step_raises():
     """An exception in the plain step of a verification counts as an effect of the attribute."""
     agent = Agent()

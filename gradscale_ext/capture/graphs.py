@@ -82,10 +82,10 @@ class Graphs:
             with torch.cuda.graph(graph.graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 try:
                     result = call()
-                except Exception as error:
+                except BaseException as error:
                     failure = error  # ending the capture raises another error
                     raise
-        except Exception as error:
+        except BaseException as error:
             # PyTorch stays on the other stream then, its generators stay in the state of a capture, and the allocator
             # of PyTorch 2.11 does, too (pytorch/pytorch#180395). Other versions raise, because it has ended already.
             torch.cuda.set_stream(current)

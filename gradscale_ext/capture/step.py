@@ -401,10 +401,10 @@ class CapturedStep(StepHolder):
             for problem in problems(before, self._state, verifies=self._options["verify"] > 1):
                 raise _Refused(f"CapturedStep: {problem}")
             gradients, changes = before.gradients(), list(before.changes())
-        except Exception as error:
+        except BaseException as error:
             before.restore()
             self.reset()  # a capture that fails leaves other states in PyTorch's generators
-            if isinstance(error, _Refused | TypeError):
+            if isinstance(error, _Refused | TypeError) or not isinstance(error, Exception):
                 raise
             line = location_of(error)
             at = f" at {line}: {line.source}" if line else ""
