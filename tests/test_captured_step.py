@@ -1106,7 +1106,9 @@ def test_copies_leave_out_graphs():
     assert copied.is_captured
     assert bits(agent.learner.state()) == before, "the copy trains a model of its own"
     closure = Learner()
-    shared = copy.deepcopy(gs.CapturedStep(lambda x, y: closure.step(x, y), *closure.state()))
+    own = type("Own", (gs.CapturedStep,), {})
+    shared = copy.deepcopy(own(lambda x, y: closure.step(x, y), *closure.state()))
+    assert type(shared) is own
     before = bits(closure.state())
     captured_calls(shared, batches(5))
     assert bits(closure.state()) != before, "a step that is a closure keeps its state"

@@ -228,7 +228,7 @@ class CapturedStep(StepHolder):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CapturedStep:
         """Leave out the graphs. A step that is a function keeps its state; copying that would separate them."""
-        copied = memo[id(self)] = object.__new__(CapturedStep)
+        copied = memo[id(self)] = object.__new__(type(self))
         step = copy.deepcopy(self._step, memo)
         given = self._given if step is self._step else copy.deepcopy(self._given, memo)
         copied.__setstate__({"step": step, "given": given, "options": self._options})
