@@ -151,7 +151,7 @@ class Watch:
         """Make a call that a function mode saw, and note what no operator will show."""
         name = getattr(function, "__name__", "")
         outer, self._function = self._function, (name, args, kwargs)
-        data = _first(args[name == "new_tensor" :], kwargs)
+        data = _first(args[1:] if name == "new_tensor" else args, kwargs)
         is_made = name in _MADE_ON_HOST and not isinstance(data, torch.Tensor)
         try:
             is_ours = str(getattr(function, "_schema", "")).startswith("gradscale_ext::")
