@@ -428,13 +428,18 @@ def test_a_hidden_state_that_the_step_replaces(kind):
     learner, step = make()
     update, count = gs.CapturedStep(step, *learner.state()), 0
     torch.manual_seed(7)
+
+    def calls():
+        nonlocal count
+        for batch in batches(14):
+            count += 1
+            update(*batch)
+
     with (
         pytest.warns(UserWarning, match="the step puts another tensor in .*, which a replay does not.* copy_"),
         pytest.raises(RuntimeError, match="a replay differs from a plain step"),
     ):
-        for batch in batches(14):
-            count += 1
-            update(*batch)
+        calls()
     reference, plain = make()
     torch.manual_seed(7)
     with tape.TapeGraphs().side_by_side():

@@ -512,9 +512,8 @@ def test_a_number_that_changes_is_named_once():
 
     update = gs.CapturedStep(step, *learner.state())
     with pytest.warns(UserWarning, match="the step changes count") as caught:
-        for size in (4, 8):
-            for x, y in batches(6, size=size):
-                update(x, y, self=0)  # a name like any other
+        captured = [update(*batch, self=0) for size in (4, 8) for batch in batches(6, size=size)]
+    assert len(captured) == 12
     assert len(update.graphs) == 2
     assert len(caught) == 1
 
@@ -1222,9 +1221,13 @@ def test_attributes_that_change_without_verification():
     learner = Learner()
     update = gs.CapturedStep(learner.step, *learner.state(), verify=0)
     with pytest.warns(UserWarning, match=r"Model\.dropout\.p changes between the calls\. With verify=0, no replay is"):
-        for index, batch in enumerate(batches(8)):
-            learner.model.dropout.p = 0.01 * index
-            update(*batch)
+        call_with_other_dropout(learner, update)
+
+
+def call_with_other_dropout(learner, update):
+    for index, batch in enumerate(batches(8)):
+        learner.model.dropout.p = 0.01 * index
+        update(*batch)
 
 
 class Agent:

@@ -41,7 +41,6 @@ from .snapshot import Change, Snapshot
 from .state import State, StepHolder
 from .watch import location_of
 
-
 _FORMS_PER_GRAPH = 4
 """How many forms of arguments, for each graph that is allowed, are remembered until they come again."""
 
