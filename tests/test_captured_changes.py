@@ -608,7 +608,7 @@ def test_zeros_and_nan_as_arguments():
 def test_an_argument_that_is_a_generator():
     learner = Learner()
     update = gs.CapturedStep(learner.step, *learner.state())
-    with pytest.raises(TypeError, match=r"argument \[0\] is of type generator, but arguments are tensors"):
+    with pytest.raises(TypeError, match=r"argument 0 is of type generator, but arguments are tensors"):
         update((x for x, _ in batches(1)), None)
 
 

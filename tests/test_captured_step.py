@@ -828,7 +828,7 @@ def test_arguments_that_the_step_writes_to(write):
         write(x)
         return learner.step(x, y)
 
-    refusal(step, learner.state(), r"the step writes to argument \[0\]; write to a copy")
+    refusal(step, learner.state(), r"the step writes to argument 0; write to a copy")
 
 
 @pytest.mark.parametrize("library", ["python", "numpy"])
@@ -871,11 +871,11 @@ def test_too_many_graphs_name_the_argument():
     given = [batches(1, size=size)[0] for size in (3, 4, 5, 6) for _ in range(5)]
     with pytest.raises(RuntimeError) as error:
         captured_calls(update, given)
-    assert "there are 2 graphs already (max_graphs), and argument [0] keeps changing" in str(error.value)
+    assert "there are 2 graphs already (max_graphs), and argument 0 keeps changing" in str(error.value)
     assert "float32 [3, 6], then float32 [4, 6], then float32 [5, 6]; pad it" in str(error.value)
     update = gs.CapturedStep(step, *learner.state(), max_graphs=2, verify=0)
     given = [(*batch, beta) for beta in (0.1, 0.2, 0.3) for batch in batches(5)]
-    with pytest.raises(RuntimeError, match=r"argument \[2\] keeps changing: 0\.1, then 0\.2, then 0\.3; pass a tensor"):
+    with pytest.raises(RuntimeError, match=r"argument 2 keeps changing: 0\.1, then 0\.2, then 0\.3; pass a tensor"):
         captured_calls(update, given)
 
 
@@ -883,7 +883,7 @@ def test_too_many_strides_name_the_argument():
     learner = Learner()
     update = gs.CapturedStep(learner.step, *learner.state(), max_graphs=1, verify=0)
     captured_calls(update, batches(5))
-    match = r"the strides of argument \[0\] keep changing: \[6, 1\], then \[1, 8\]; pass x\.contiguous\(\), or raise"
+    match = r"the strides of argument 0 keep changing: \[6, 1\], then \[1, 8\]; pass x\.contiguous\(\), or raise"
     with pytest.raises(RuntimeError, match=match):
         captured_calls(update, [(x.T.contiguous().T, y) for x, y in batches(5)])
 
@@ -892,7 +892,7 @@ def test_a_number_that_is_another_one_at_each_call():
     """No call comes again, so that none is captured."""
     learner, reference = Learner(), Learner()
     update = gs.CapturedStep(lambda x, y, count: learner.step(x, y), *learner.state())
-    match = r"argument \[2\] keeps changing: 13, then 14, then 15, then 16, then 17; pass a tensor, whose value may"
+    match = r"argument 2 keeps changing: 13, then 14, then 15, then 16, then 17; pass a tensor, whose value may"
     with pytest.warns(UserWarning, match=match) as caught:
         captured_calls(update, [(*batch, count) for count, batch in enumerate(batches(40), 1)])
     assert len(caught) == 1
@@ -913,11 +913,11 @@ def test_wrong_arguments_and_results():
     learner = Learner()
     update = gs.CapturedStep(learner.step, *learner.state())
     x, y = batches(1)[0]
-    with pytest.raises(TypeError, match=r"argument \[1\] is of type ndarray.*torch\.as_tensor"):
+    with pytest.raises(TypeError, match=r"argument 1 is of type ndarray.*torch\.as_tensor"):
         update(x, y.numpy())
-    with pytest.raises(ValueError, match=r"argument \[0\] requires grad"):
+    with pytest.raises(ValueError, match=r"argument 0 requires grad"):
         update(x.requires_grad_(), y)
-    with pytest.raises(TypeError, match=r"argument \['y'\]\[0\] is of type Counted.* built again .* field count is"):
+    with pytest.raises(TypeError, match=r"argument y\[0\] is of type Counted.* built again .* field count is"):
         update(x, y=[Counted(y)])
     with pytest.raises(TypeError, match="its result is of type object"):
         gs.CapturedStep(lambda: object())()

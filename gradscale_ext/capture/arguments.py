@@ -138,7 +138,8 @@ def like(tensor: torch.Tensor) -> torch.Tensor:
 
 def argument(place: str) -> str:
     """An argument as messages name it: the place starts with [0] for positional ones, and [1] for the others."""
-    return f"argument {place[3:].strip()}" if place else "the arguments"
+    first, _, items = place[4:].partition("]")
+    return "argument " + first.strip("'") + items if place else "the arguments"
 
 
 def refuse_argument(place: str, value: Any) -> Exception:

@@ -108,7 +108,7 @@ def shown(change: Change) -> str:
 
 
 def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True for the same bits, or NaN in the same places."""
+    """True for equal numbers, with NaN in the same places."""
     if one.layout != torch.strided:
         one, other = one.to_dense(), other.to_dense()
     return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())

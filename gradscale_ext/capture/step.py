@@ -433,10 +433,8 @@ class CapturedStep(StepHolder):
     def _refuse_beforehand(self, arguments: Arguments) -> None:
         if len(self._captured) == self._options["max_graphs"]:
             what = what_changes([one.form for one in self._captured], arguments)
-            raise _Refused(
-                f"CapturedStep: there are {len(self._captured)} graphs already (max_graphs), and {what}, or raise "
-                "max_graphs"
-            )
+            count = "is 1 graph" if len(self._captured) == 1 else f"are {len(self._captured)} graphs"
+            raise _Refused(f"CapturedStep: there {count} already (max_graphs), and {what}, or raise max_graphs")
         if name := self._state.uninitialized():
             raise _Refused(f"CapturedStep: {name} is uninitialized; call its lazy module once before")
         for name, hook in hooks_of(self._state):
