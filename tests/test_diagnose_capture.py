@@ -221,7 +221,7 @@ def test_a_schedule():
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_schedule_of_a_tensor(fused):
-    """A fused optimizer reads it on the device. A schedule that computes with other numbers each time is wrong."""
+    """A fused optimizer reads it on the device. A schedule inside of the step counts its calls on the host."""
     learner = Learner(lambda p: torch.optim.SGD(p, lr=torch.tensor(0.1), fused=fused))
     exponential = torch.optim.lr_scheduler.ExponentialLR(learner.optimizer, 0.5)
 
@@ -231,7 +231,10 @@ def test_a_schedule_of_a_tensor(fused):
 
     diagnosis = found(step, *learner.state(), exponential)
     if fused:
-        assert diagnosis.ok, str(diagnosis)
+        assert found(learner.step, *learner.state(), exponential).ok
+        finding = only(diagnosis)
+        assert (finding.code, finding.source) == ("stale_number", "exponential.step()")
+        assert "ExponentialLR.step(), which counts on the host" in finding.cause
         cosine = torch.optim.lr_scheduler.CosineAnnealingLR(learner.optimizer, 10)
 
         def step_with_cosine(x, y):
@@ -242,7 +245,8 @@ def test_a_schedule_of_a_tensor(fused):
         assert (finding.code, finding.source) == ("stale_number", "cosine.step()")
         assert "outside of the step" in finding.remedy
     else:
-        finding = only(diagnosis)
+        finding, of_schedule = diagnosis.findings
+        assert of_schedule.source == "exponential.step()"
         assert "SGD reads its learning rate, a tensor, on the host" in finding.cause
         assert finding.remedy == "SGD(..., fused=True), which reads nothing on the host"
 
@@ -646,7 +650,8 @@ class Agent(torch.nn.Module):
 def test_optimizers_in_attributes_of_a_module():
     agent = Agent(lr=torch.tensor(0.1), fused=True)
     before = bits([agent, agent.optimizer, agent.scheduler])
-    assert gs.diagnose_capture(agent.update, batches(3), agent).ok
+    diagnosis = gs.diagnose_capture(agent.update, batches(3), agent)
+    assert codes(diagnosis) == [("stale_number", "self.scheduler.step()")]
     assert bits([agent, agent.optimizer, agent.scheduler]) == before
     agent = Agent(lr=0.1)
     for state in ([agent], [agent, agent.optimizer], [agent.optimizer, agent.scheduler, agent]):

@@ -10,7 +10,7 @@ import torch
 
 from .. import _context, _structures
 from .hooks import hook_location, hook_name, hooks_of, inside, is_of_monitor, rehearsing
-from .remedies import rate_remedy, scheduler_remedy, step_count_remedy
+from .remedies import TENSOR_RATE, rate_remedy, scheduler_remedy, step_count_remedy
 from .report import CaptureDiagnosis, Findings
 from .snapshot import Snapshot
 from .state import ROLES_REPLACED, State
@@ -76,7 +76,7 @@ def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: A
         if not is_of_monitor(hook):
             cause = f"{name} has the hook {hook_name(hook)}, which a replay does not run"
             findings.add("python_hook", cause, hook_location(hook), key=name)
-    numbers = []
+    numbers, counts = [], [_counts_of_schedulers(own)]
     try:
         for index, batch in enumerate([batches[0], *batches]):
             copies: list[torch.Tensor] = []
@@ -90,11 +90,13 @@ def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: A
                 step(*given)
         watches[-1].find_replaced(own.tensors("kept", "optimizer"))
         numbers.append(_numbers_of_groups(own))
+        counts.append(_counts_of_schedulers(own))
     finally:
         for watch in reversed(watches):
             watch.restore_foreign()
         before.restore()
     _Comparison(watches[1:], numbers[1:], findings).run()
+    _add_schedulers(own, counts[0], counts[1], watches[-1].calls, findings)
     return CaptureDiagnosis(findings.found, len(watches[-1].calls))
 
 
@@ -133,6 +135,27 @@ def _numbers_of_groups(state: State) -> dict[int, list[dict[str, float]]]:
         ]
         for optimizer in state.optimizers().values()
     }
+
+
+def _counts_of_schedulers(state: State) -> dict[str, int]:
+    """How often each scheduler was called, by its name."""
+    return {
+        name: root.last_epoch
+        for name, root in state.roots.items()
+        if isinstance(root, torch.optim.lr_scheduler.LRScheduler)
+    }
+
+
+def _add_schedulers(
+    state: State, before: dict[str, int], after: dict[str, int], calls: list[Call], findings: Findings
+) -> None:
+    """Report the schedulers that the step calls, unless a finding about a learning rate does it: they count their calls
+    on the host."""
+    for name, count in before.items():
+        if count != after[name] and not any(TENSOR_RATE in finding.remedy for finding in findings.found):
+            places = [call.location for call in calls if call.owner is state.roots[name]]
+            cause = f"the step calls {name}.step(), which counts on the host and decides there what the rate becomes"
+            findings.add("stale_number", cause, places[0] if places else None, scheduler_remedy())
 
 
 class _Comparison:

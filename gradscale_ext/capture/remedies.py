@@ -21,7 +21,8 @@ INSTEAD_OF_READS = {
     "normal": "mean + std * torch.randn_like(mean)",
     "print": "print after the step, what the step returns",
 }
-_TENSOR_RATE = "lr=torch.tensor(0.001, device=device)"
+#: How users make a learning rate that schedules may change.
+TENSOR_RATE = "lr=torch.tensor(0.001, device=device)"
 
 
 def _accepts(optimizer: torch.optim.Optimizer, argument: str) -> bool:
@@ -43,9 +44,9 @@ def rate_remedy(optimizer: torch.optim.Optimizer | None = None) -> str:
     """How a schedule of the learning rate reaches the device."""
     kind = "the optimizer" if optimizer is None else type(optimizer).__name__
     fused = ", fused=True" if optimizer is None or _accepts(optimizer, "fused") else ""
-    return f"{kind}(..., {_TENSOR_RATE}{fused}): schedulers change a tensor with fill_()"
+    return f"{kind}(..., {TENSOR_RATE}{fused}): schedulers change a tensor with fill_()"
 
 
 def scheduler_remedy() -> str:
     """Where a scheduler is called."""
-    return f"call the scheduler's step() outside of the step, with {_TENSOR_RATE}, which it changes with fill_()"
+    return f"call the scheduler's step() outside of the step, with {TENSOR_RATE}, which it changes with fill_()"
