@@ -19,12 +19,15 @@
 // of these headers between object files, and they must run on every CPU.
 #include <cstdint>
 
-// On x86-64, variants for newer instruction sets are compiled in addition to the baseline.
-#if defined(__x86_64__)
+// On x86-64, variants for newer instruction sets are compiled in addition to the baseline, unless -D says otherwise.
+#if !defined(GRADSCALE_X86_VARIANTS) && defined(__x86_64__)
 #define GRADSCALE_X86_VARIANTS 1
-#include <immintrin.h>
-#else
+#elif !defined(GRADSCALE_X86_VARIANTS)
 #define GRADSCALE_X86_VARIANTS 0
+#endif
+
+#if GRADSCALE_X86_VARIANTS
+#include <immintrin.h>
 #endif
 
 namespace gradscale {
