@@ -36,6 +36,20 @@ def _form_of(value: Any, place: str, leaves: list[Leaf], refuse: Refuse) -> Form
     if isinstance(value, (torch.Tensor, *_CONSTANTS)):
         leaves.append(Leaf(place, value))
         return None
+    parts: list[Any] = []
+    for key, item in _items(value, place, refuse):
+        name, shown = (key.name, f".{key.name}") if isinstance(key, dataclasses.Field) else (key, f"[{key!r}]")
+        parts.append((name, _form_of(item, f"{place}{shown}", leaves, refuse)))
+    return type(value), *parts
+
+
+def _items(value: Any, place: str, refuse: Refuse) -> Iterable[tuple[Any, Any]]:
+    """The keys and items of a structure, which can be built again with other items."""
+    kind = type(value)
+    if kind is dict:
+        return value.items()  # type: ignore[no-any-return]
+    if kind is tuple or kind is list:
+        return enumerate(value)
     if _structures.is_leaf(value):
         raise refuse(place, value)
     items: list[tuple[Any, Any]] = []
@@ -49,11 +63,7 @@ def _form_of(value: Any, place: str, leaves: list[Leaf], refuse: Refuse) -> Form
     except TypeError as error:
         reason = f"it cannot be built again with other items: {error.__cause__}"
         raise TypeError(f"{refuse(place, value)}; {reason}") from error
-    parts: list[Any] = []
-    for key, item in items:
-        name, shown = (key.name, f".{key.name}") if isinstance(key, dataclasses.Field) else (key, f"[{key!r}]")
-        parts.append((name, _form_of(item, f"{place}{shown}", leaves, refuse)))
-    return type(value), *parts
+    return items
 
 
 def _build(like: Any, leaves: Iterable[Any]) -> Any:
@@ -65,9 +75,12 @@ def _build(like: Any, leaves: Iterable[Any]) -> Any:
 
 
 def each_tensor(function: Callable[[torch.Tensor], torch.Tensor], result: Any) -> Any:
-    """Apply a function to the tensors of a result."""
-    leaves = (value for _, value in flatten(result, refuse_result)[1])
-    return _build(result, (function(value) if isinstance(value, torch.Tensor) else value for value in leaves))
+    """Apply a function to the tensors of a result that has been flattened before, without an error."""
+
+    def changed(leaf: Any) -> Any:
+        return function(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    return changed(result) if _structures.is_leaf(result) else _structures.mapped("CapturedStep", changed, result)
 
 
 class Arguments(NamedTuple):

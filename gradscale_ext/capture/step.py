@@ -320,6 +320,7 @@ class CapturedStep(StepHolder):
         args, kwargs = arguments.build()
         with self._maker.side_by_side() as self._waits:
             result = self._step(*args, **kwargs)
+        flatten(result, refuse_result)
         return self._owned(each_tensor(torch.Tensor.detach, result))
 
     def _owned(self, result: Any) -> Any:
