@@ -20,7 +20,8 @@ class Guards:
 
     def __init__(self, before: Snapshot, gradients: list[Gradient], *, with_outside: bool) -> None:
         """Expect what a snapshot has. `with_outside`: also what is not part of the state."""
-        self._containers = [one for one in before.containers if with_outside or one[0].role != "reached"]
+        unread = {"private"} if with_outside else {"private", "reached"}
+        self._containers = [one for one in before.containers if one[0].role not in unread]
         self._tensors = [saved for saved in before.tensors if saved.item.role == "kept"]
         self._gradients = {id(gradient.tensor): gradient for gradient in gradients}
         self._accepted: Counter[tuple[int, Any]] = Counter()
