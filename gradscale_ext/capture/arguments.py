@@ -11,7 +11,7 @@ import torch
 from .. import _structures
 from .hooks import default_devices
 
-_CONSTANTS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+_LEAVES = (torch.Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 #: The form of a structure, which can be compared: None for a leaf, else its type, and the keys and forms of its parts.
 Form = Any
@@ -33,7 +33,7 @@ def flatten(value: Any, refuse: Refuse) -> tuple[Form, list[Leaf]]:
 
 
 def _form_of(value: Any, place: str, leaves: list[Leaf], refuse: Refuse) -> Form:
-    if isinstance(value, (torch.Tensor, *_CONSTANTS)):
+    if isinstance(value, _LEAVES):
         leaves.append(Leaf(place, value))
         return None
     parts: list[Any] = []
@@ -69,7 +69,7 @@ def _items(value: Any, place: str, refuse: Refuse) -> Iterable[tuple[Any, Any]]:
 def _build(like: Any, leaves: Iterable[Any]) -> Any:
     """A structure like another one, with other leaves."""
     left = iter(leaves)
-    if isinstance(like, (torch.Tensor, *_CONSTANTS)):
+    if isinstance(like, _LEAVES):
         return next(left)
     return _structures.mapped("CapturedStep", lambda leaf: next(left), like)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import _context, _structures
-from .hooks import hook_location, hook_name, hooks_of, inside, is_of_monitor, rehearsing
+from .hooks import Inside, hook_location, hook_name, hooks_of, is_of_monitor, rehearsing
 from .remedies import TENSOR_RATE, rate_remedy, scheduler_remedy, step_count_remedy
 from .report import CaptureDiagnosis, Findings
 from .snapshot import Snapshot
@@ -86,7 +86,7 @@ def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: A
             is_first = index == 0
             before_it = None if index < 2 else watches[-1]
             watches.append(Watch(known, own.generators(), None if is_first else findings, before_it))
-            with inside(watches), rehearsing(own), watches[-1].recording():
+            with Inside(watches), rehearsing(own), watches[-1].recording():
                 step(*given)
         watches[-1].find_replaced(own.tensors("kept", "optimizer"))
         numbers.append(_numbers_of_groups(own))

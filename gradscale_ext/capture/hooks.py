@@ -104,15 +104,21 @@ def watching_mode() -> str:
     return ""
 
 
-@contextlib.contextmanager
-def inside(owner: Any) -> Iterator[None]:
+class Inside:
     """In this context, captured steps that this thread calls are part of another one, or of a diagnosed step."""
-    before = getattr(_thread, "owner", None)
-    _thread.owner = before or owner
-    try:
-        yield
-    finally:
-        _thread.owner = before
+
+    def __init__(self, owner: Any) -> None:
+        """Keep the captured step, or the diagnosis."""
+        self._owner = owner
+
+    def __enter__(self) -> None:
+        """Enter the context, unless the thread is in one already."""
+        self._before = getattr(_thread, "owner", None)
+        _thread.owner = self._before or self._owner
+
+    def __exit__(self, *_: object) -> None:
+        """Leave it."""
+        _thread.owner = self._before
 
 
 def is_inside_another(own: Any) -> bool:

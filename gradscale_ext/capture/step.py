@@ -35,7 +35,7 @@ from .arguments import (
 from .checks import Elsewhere, Outcome, beyond_noise, optimizer_of, problems, shown, written_argument
 from .diagnosis import diagnose_capture
 from .guards import Guards
-from .hooks import hook_name, hooks_of, inside, is_inside_another, is_of_monitor, rehearsing, watching_mode
+from .hooks import Inside, hook_name, hooks_of, is_inside_another, is_of_monitor, rehearsing, watching_mode
 from .remedies import rate_remedy
 from .snapshot import Change, Snapshot
 from .state import State, StepHolder
@@ -274,7 +274,7 @@ class CapturedStep(StepHolder):
                 "CapturedStep: the step is already running, in another thread or because it calls itself"
             )
         try:
-            with inside(self):
+            with Inside(self):
                 yield
         finally:
             self._lock.release()
