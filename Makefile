@@ -145,6 +145,7 @@ bench: $(VENV)/examples $(VENV)/clients
 	$(BIN)/python bench/gradients.py --json bench/results/gradients.json
 	$(BIN)/python bench/parameters.py --json bench/results/parameters.json
 	$(BIN)/python bench/monitor.py --json bench/results/monitor.json
+	$(BIN)/python bench/captured_step.py --json bench/results/captured_step.json
 	$(BIN)/python bench/ranks.py --json bench/results/ranks.json
 	$(BIN)/python bench/hosts.py --json bench/results/hosts.json
 	$(BIN)/python bench/throughput.py --json bench/results/actors.json --seconds 100

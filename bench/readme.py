@@ -66,26 +66,18 @@ def doors_table() -> str:
     """The ways to call the loss, and the module with other instruction sets, each compared with the module."""
     rows, machine = load("loss")
     own = [row for row in rows if row["agent"] == "doors of the loss"]
-    if not own:  # older results, without these rows
-        whole = [row for row in rows if (row["agent"], row["dtype"], row["size"]) == ("MuZero", "fp32", DOORS_SIZE)]
-        most = max(row["threads"] for row in whole)
-        own = [row for row in whole if row["threads"] == most and row["contestant"] != "copy"]
     capability = json.loads((RESULTS / "loss.json").read_text())["machine"]["instruction set"]
     sizes = contestants_by_row(own, "forward+backward")
     lines = []
     for size, found in sizes.items():
         for name, row in found.items():
-            called = DOORS.get(name, name) + (f", {capability}" if name in ("module", "fused") else "")
+            called = DOORS[name] + (f", {capability}" if name == "module" else "")
             lines.append([called, size, f"{row['median_ms']:.3f}", f"{row['ratio']:.2f}"])
     return table(["call", "size", "forward + backward, ms", "relative to the module"], lines) + "\n\n" + machine
 
 
-DOORS_SIZE = "B 256 K 5 S 601 A 18"
-#: The call of each contestant of bench/doors.py and bench/loss.py.
+#: The call of each contestant of bench/doors.py.
 DOORS = {
-    "fused": "`gs.MultiStepLoss(...)(...)`",
-    "torch.compile": "the loss written by hand, in `torch.compile`",
-    "eager": "the loss written by hand, eager",
     "module": "`gs.MultiStepLoss(...)(...)`",
     "function": "`gs.multi_step_loss(...)`",
     "module in torch.compile": "`torch.compile(gs.MultiStepLoss(...))`",
@@ -142,10 +134,9 @@ def speed_table() -> str:
 
 
 def loss_table() -> str:
-    """fp32 with all threads, by agent, smallest batch first; with our time relative to a copy where measured."""
+    """fp32 with all threads, by agent, smallest batch first; with our time relative to a copy."""
     rows, machine = load("loss")
     threads = max(row["threads"] for row in rows)
-    has_copies = any("over_copy" in row for row in rows)
     lines = []
     for agent in dict.fromkeys(row["agent"] for row in rows):
         own = [row for row in rows if (row["agent"], row["dtype"], row["threads"]) == (agent, "fp32", threads)]
@@ -153,9 +144,9 @@ def loss_table() -> str:
             if "fused" not in found:  # the entry points of the loss
                 continue
             memory = [f"{found[name]['peak_mb']:.1f}" for name in ("fused", "torch.compile", "eager")]
-            over_copy = [f"{found['fused']['over_copy']:.1f}"] if has_copies else []
-            lines.append([f"{agent}: {size}", *cells(found), *over_copy, " / ".join(memory)])
-    header = ["forward + backward, ms", *CELLS, *["fused / copy"] * has_copies, "peak MB"]
+            over_copy = f"{found['fused']['over_copy']:.1f}"
+            lines.append([f"{agent}: {size}", *cells(found), over_copy, " / ".join(memory)])
+    header = ["forward + backward, ms", *CELLS, "fused / copy", "peak MB"]
     return table(header, lines) + "\n\n" + machine
 
 
@@ -515,7 +506,15 @@ def hosts_table() -> str:
     return table(header, lines) + "\n\n" + caption
 
 
+def captured_step_table() -> str:
+    """What a captured step adds to the replay of its graph, on the host."""
+    rows, machine = load("captured_step")
+    lines = [[f"{row['parameters']:,}", f"{row['guards_us']:.1f}", f"{row['call_us']:.1f}"] for row in rows]
+    return table(["parameters", "guards, µs", "whole call, without replay and copies, µs"], lines) + "\n\n" + machine
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "captured step": captured_step_table,
     "curves": curves_table,
     "recipes": recipes_table,
     "recipes, differences": recipes_differences_table,

@@ -1,0 +1,75 @@
+"""Host time of a `CapturedStep` over the replay of its graph and its copies.
+
+    python bench/captured_step.py --json bench/results/captured_step.json
+
+There is no GPU here: the step is captured by the tests' stand-in for CUDA graphs, and the replay is then replaced by
+nothing. What is left is what each call adds on any machine: reading the arguments, comparing everything that the graph
+relies on with what it was (guards), and setting gradients. The copies of arguments and results are measured alone, and
+subtracted.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import nn
+
+import gradscale_ext as gs
+import harness
+from gradscale_ext.capture import graphs
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+import tape
+
+NUM_PARAMETERS = (20, 100, 300, 1000)
+BATCH = 8
+
+
+def captured(num_parameters: int) -> tuple[gs.CapturedStep, list[torch.Tensor]]:
+    """The step of a network of small linear layers with Adam, after its graph was verified; and its arguments."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_parameters // 2)))
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        loss = (model(x) - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return {"loss": loss}
+
+    arguments = [torch.randn(BATCH, 4), torch.randn(BATCH, 4)]
+    with mock.patch.object(graphs, "graphs_of", return_value=tape.TapeGraphs()):
+        update = gs.CapturedStep(step, model, optimizer)
+        for _ in range(6):  # warm-up, capture, verification
+            update(*arguments)
+    return update, arguments
+
+
+def main() -> None:
+    arguments = harness.arguments(__doc__)
+    harness.show_machine()
+    results = []
+    for num_parameters in NUM_PARAMETERS:
+        update, given = captured(num_parameters)
+        (graph,) = update._captured
+        graph.graph.replay = lambda: None
+
+        def copies(graph=graph, given=given) -> None:
+            torch._foreach_copy_(graph.inputs, given, non_blocking=True)
+            graph.result["loss"].clone()
+
+        contestants = {"guards": graph.guards.hold, "call": lambda: update(*given), "copies": copies}  # noqa: B023
+        times = harness.measure(contestants, arguments.seconds)
+        microseconds = {name: 1e3 * found["median_ms"] for name, found in times.items()}
+        over_replay = microseconds["call"] - microseconds["copies"]
+        row = {"parameters": num_parameters, "guards_us": microseconds["guards"], "call_us": over_replay}
+        print("  ".join(f"{name} {value:.1f}" for name, value in row.items()), flush=True)
+        results.append({**row, "times": times})
+    harness.write(arguments.json, "captured_step", results)
+
+
+if __name__ == "__main__":
+    main()
