@@ -80,26 +80,32 @@ def draw_lines() -> None:
     save(figure, "loss")
 
 
+MARKS = "Dx"  # of the two players of an evaluation
+
+
 def draw_learning() -> None:
     """Returns of self-play by steps of the game, and the evaluation at the end, for each game and seed."""
     rows = json.loads((RESULTS / "curves.json").read_text())["rows"]
     titles = list(dict.fromkeys(row["title"] for row in rows))
-    figure, panels = plt.subplots(1, len(titles), figsize=(max(4.2 * len(titles), 6), 3.6), squeeze=False)
+    figure, panels = plt.subplots(1, len(titles), figsize=(max(4.2 * len(titles), 6), 3.8), squeeze=False)
     for axis, title in zip(panels[0], titles, strict=True):
-        for run, color in zip([row for row in rows if row["title"] == title], COLORS.values(), strict=False):
+        own = [row for row in rows if row["title"] == title]
+        for run, color in zip(own, COLORS.values(), strict=False):
             steps, means, lows, highs = zip(*(point.values() for point in run["curve"]), strict=True)
             axis.fill_between(steps, lows, highs, color=color, alpha=0.15, linewidth=0)
             axis.plot(steps, means, color=color, label=f"self-play, seed {run['seed']}")
-            for (player, found), mark in zip(run["evaluation"].items(), ("D", "x"), strict=True):
-                style = {"color": color, "marker": mark, "linestyle": "", "clip_on": False, "zorder": 3}
-                axis.plot(run["environment_steps"], found["mean"], label=f"evaluation, {player}", **style)
-        axis.set(title=title, xlabel="steps of the game", ylabel="return")
+            for found, mark in zip(run["evaluation"].values(), MARKS, strict=True):
+                axis.plot(run["environment_steps"], found["mean"], mark, color=color, clip_on=False, zorder=3)
+        for player, mark in zip(own[0]["evaluation"], MARKS, strict=True):
+            axis.plot([], [], mark, color="0.4", label=f"evaluation, {player}")
+        player = "return" if own[0]["players"] == 1 else "return of the first player"
+        axis.set(title=title, xlabel="steps of the game", ylabel=player)
         axis.set_xlim(left=0)
         axis.xaxis.set_major_formatter("{x:,.0f}")
         axis.locator_params(axis="x", nbins=5)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.18))
+        axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.26))
     save(figure, "learning")
 
 
