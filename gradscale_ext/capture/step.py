@@ -173,7 +173,7 @@ class CapturedStep(StepHolder):
                 "CapturedStep: warmup must be at least 11 with DistributedDataParallel, which sets up its buckets and "
                 f"statistics in the first calls, but it is {warmup}"
             )
-        _ = self._device  # raises an error if there are several
+        _ = self._maker  # finds the device of the state, and raises an error if there are several
 
     def __getstate__(self) -> dict[str, Any]:
         return {"step": self._step, "given": self._given, "options": self._options}
