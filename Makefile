@@ -1,5 +1,5 @@
 # make demo      train the example agent          make demo GAME=tictactoe SEED=1
-# make test      run the tests; the slow tests, which .ci/run runs, and make native are not included
+# make test      run the tests; the slow tests, which .ci/run slow runs, and make native are not included
 # make native    after a change to C++: run the kernels in guarded memory (the CUDA kernels in a simulator), and check
 #                that injected faults are found
 # make simulated  run the tests of the CUDA kernels in a simulator on the CPU, which also reports races
@@ -67,7 +67,7 @@ test: $(VENV)/examples $(VENV)/minatar $(VENV)/pytest $(VENV)/clients $(VENV)/nv
 	$(PYTEST) $(PYTEST_OPTIONS)
 
 native: $(VENV)/pytest $(VENV)/nvrtc $(VENV)/driver.so
-	$(PYTEST) --dist=loadfile tests/native
+	$(PYTEST) tests/native
 
 # A simulated NVIDIA driver, which runs the kernels' PTX on the CPU.
 $(VENV)/ptx/%.o: tests/ptx/%.cpp $(wildcard tests/ptx/*.h)

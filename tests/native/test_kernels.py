@@ -12,9 +12,7 @@ import subprocess
 import sys
 
 import pytest
-from native import ROOT, compile_guards, one_process
-
-pytestmark = one_process
+from native import ROOT, compile_guards
 
 READ_BYTE = """
 import ctypes, torch
