@@ -251,6 +251,28 @@ def test_a_schedule_of_a_tensor(fused):
         assert finding.remedy == "SGD(..., fused=True), which reads nothing on the host"
 
 
+@pytest.mark.parametrize("kind", ["chained", "sequential", "plateau"])
+def test_schedulers_that_the_step_calls(kind):
+    """Also those that consist of others, and have no count of their own."""
+    schedulers = torch.optim.lr_scheduler
+    learner = Learner(lambda p: torch.optim.SGD(p, lr=torch.tensor(0.1), fused=True))
+    own = learner.optimizer
+    scheduler = {
+        "chained": lambda: schedulers.ChainedScheduler([schedulers.ExponentialLR(own, 0.9)]),
+        "sequential": lambda: schedulers.SequentialLR(own, [schedulers.ExponentialLR(own, 0.9) for _ in "ab"], [100]),
+        "plateau": lambda: schedulers.ReduceLROnPlateau(own),
+    }[kind]()
+
+    def step(x, y):
+        learner.step(x, y)
+        scheduler.step(*[1.0] * (kind == "plateau"))
+
+    finding = only(found(step, *learner.state(), scheduler))
+    assert finding.code == "stale_number"
+    assert f"{type(scheduler).__name__}.step(), which counts on the host" in finding.cause
+    assert found(learner.step, *learner.state(), scheduler).ok
+
+
 def test_a_number_of_an_operator():
     learner, count = Learner(), 0
 

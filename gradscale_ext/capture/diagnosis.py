@@ -137,22 +137,24 @@ def _numbers_of_groups(state: State) -> dict[int, list[dict[str, float]]]:
     }
 
 
-def _counts_of_schedulers(state: State) -> dict[str, int]:
-    """How often each scheduler was called, by its name."""
-    return {
-        name: root.last_epoch
-        for name, root in state.roots.items()
-        if isinstance(root, torch.optim.lr_scheduler.LRScheduler)
-    }
+def _counts_of_schedulers(state: State) -> dict[str, list[int]]:
+    """What each scheduler has counted, by its name."""
+    kind = torch.optim.lr_scheduler.LRScheduler
+    return {name: _counts(root) for name, root in state.roots.items() if isinstance(root, kind)}
+
+
+def _counts(scheduler: Any) -> list[int]:
+    """The count of a scheduler, or of the schedulers that it consists of: a ChainedScheduler has none of its own."""
+    parts = [count for part in getattr(scheduler, "_schedulers", ()) for count in _counts(part)]
+    return parts or [scheduler.last_epoch]
 
 
 def _add_schedulers(
-    state: State, before: dict[str, int], after: dict[str, int], calls: list[Call], findings: Findings
+    state: State, before: dict[str, list[int]], after: dict[str, list[int]], calls: list[Call], findings: Findings
 ) -> None:
-    """Report the schedulers that the step calls, unless a finding about a learning rate does it: they count their calls
-    on the host."""
-    for name, count in before.items():
-        if count != after[name] and not any(TENSOR_RATE in finding.remedy for finding in findings.found):
+    """Report the schedulers that the step calls, unless there is a finding about a learning rate."""
+    for name, counts in before.items():
+        if counts != after[name] and not any(TENSOR_RATE in finding.remedy for finding in findings.found):
             places = [call.location for call in calls if call.owner is state.roots[name]]
             cause = f"the step calls {name}.step(), which counts on the host and decides there what the rate becomes"
             findings.add("stale_number", cause, places[0] if places else None, scheduler_remedy())
