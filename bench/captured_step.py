@@ -48,21 +48,24 @@ def captured(num_parameters: int) -> tuple[gs.CapturedStep, list[torch.Tensor]]:
     return update, arguments
 
 
+def contestants_of(update: gs.CapturedStep, arguments: list[torch.Tensor]) -> harness.Contestants:
+    """The guards, a call without its replay, and its copies."""
+    (own,) = update._captured
+    own.graph.replay = lambda: None
+
+    def copies() -> None:
+        torch._foreach_copy_(own.inputs, arguments, non_blocking=True)
+        own.result["loss"].clone()
+
+    return {"guards": own.guards.hold, "call": lambda: update(*arguments), "copies": copies}
+
+
 def main() -> None:
     arguments = harness.arguments(__doc__)
     harness.show_machine()
     results = []
     for num_parameters in NUM_PARAMETERS:
-        update, given = captured(num_parameters)
-        (graph,) = update._captured
-        graph.graph.replay = lambda: None
-
-        def copies(graph=graph, given=given) -> None:
-            torch._foreach_copy_(graph.inputs, given, non_blocking=True)
-            graph.result["loss"].clone()
-
-        contestants = {"guards": graph.guards.hold, "call": lambda: update(*given), "copies": copies}  # noqa: B023
-        times = harness.measure(contestants, arguments.seconds)
+        times = harness.measure(contestants_of(*captured(num_parameters)), arguments.seconds)
         microseconds = {name: 1e3 * found["median_ms"] for name, found in times.items()}
         over_replay = microseconds["call"] - microseconds["copies"]
         row = {"parameters": num_parameters, "guards_us": microseconds["guards"], "call_us": over_replay}

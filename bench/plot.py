@@ -80,7 +80,7 @@ def draw_lines() -> None:
     save(figure, "loss")
 
 
-MARKS = "Dx"  # of the two players of an evaluation
+MARKS = "Dx"  # markers of the two results of an evaluation
 
 
 def draw_learning() -> None:
@@ -98,8 +98,8 @@ def draw_learning() -> None:
                 axis.plot(run["environment_steps"], found["mean"], mark, color=color, clip_on=False, zorder=3)
         for player, mark in zip(own[0]["evaluation"], MARKS, strict=True):
             axis.plot([], [], mark, color="0.4", label=f"evaluation, {player}")
-        player = "return" if own[0]["players"] == 1 else "return of the first player"
-        axis.set(title=title, xlabel="steps of the game", ylabel=player)
+        ylabel = "return" if own[0]["players"] == 1 else "return of the first player"
+        axis.set(title=title, xlabel="steps of the game", ylabel=ylabel)
         axis.set_xlim(left=0)
         axis.xaxis.set_major_formatter("{x:,.0f}")
         axis.locator_params(axis="x", nbins=5)

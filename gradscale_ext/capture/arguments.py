@@ -47,7 +47,7 @@ def _items(value: Any, place: str, refuse: Refuse) -> Iterable[tuple[Any, Any]]:
     """The keys and items of a structure, which can be built again with other items."""
     kind = type(value)
     if kind is dict:
-        return value.items()  # type: ignore[no-any-return]
+        return dict.items(value)
     if kind is tuple or kind is list:
         return enumerate(value)
     if _structures.is_leaf(value):
@@ -143,7 +143,7 @@ def _context(device: torch.device) -> tuple[Any, ...]:
 
 @torch.inference_mode(False)
 def like(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory for an argument, with the same strides. Counts writes, also if inference mode is active."""
+    """Memory for an argument, with the same strides. PyTorch counts writes to it, in inference mode too."""
     if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         return tensor.clone()
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -62,7 +62,7 @@ class Elsewhere:
     Writes through `.data`, which PyTorch does not count, show here."""
 
     def __init__(self, before: Snapshot) -> None:
-        """Copy the parameters, not other tensors: those are large, belong to the graph, or change in other threads."""
+        """Copy the parameters. Other tensors may be large, belong to the graph, or change in other threads."""
         self._copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         for saved in before.outside:
             memory = memory_of(saved.alias)
@@ -71,7 +71,7 @@ class Elsewhere:
                 self._copies.append((saved.item.name, contents, contents.clone()))
 
     def writes(self, arguments: list[Leaf], inputs: list[torch.Tensor]) -> list[str]:
-        """What the replay has written to; it is put back. `inputs`: the graph's own memory of the arguments."""
+        """Name what the replay has written to, and put it back. `inputs`: the graph's own memory of the arguments."""
         pairs = zip(arguments, inputs, strict=True)
         found = [written_argument(place) for (place, value), own in pairs if not is_equal(value, own)]
         for name, contents, copied in self._copies:
@@ -97,7 +97,7 @@ def _remedy(change: Change, state: State) -> str:
 
 
 def optimizer_of(name: str, state: State) -> torch.optim.Optimizer | None:
-    """The optimizer that something belongs to, by its name in messages."""
+    """The optimizer whose state or groups have something of this name in messages; None if there is none."""
     return state.optimizers().get(name.partition(".")[0])
 
 

@@ -56,7 +56,7 @@ class Item(NamedTuple):
     """The keys that the step uses; None for all."""
 
     def place(self, key: Any) -> str:
-        """The name of what is in a container; its own name for all that is in one without keys."""
+        """The name of the item with this key; for a container without keys, the name of the container."""
         return self.name if key is None else self.form.format(name=self.name, key=key)
 
     def pairs(self) -> list[tuple[Any, Any]]:
@@ -86,7 +86,7 @@ def is_array(value: Any) -> bool:
 
 
 class StepHolder:
-    """What has a step, and is no part of what other steps can reach: a captured step."""
+    """The base of `CapturedStep`, of which `State` follows the step, but not the graphs and counters."""
 
     _step: Any
 

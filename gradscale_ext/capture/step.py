@@ -191,8 +191,7 @@ class CapturedStep(StepHolder):
         self._waits: list[str] = []
         """Lines of the last plain call that waited for the device."""
 
-    # What is in the state is read when it is needed, because an object that is being copied or loaded, and holds this
-    # step, has no attributes yet.
+    # These are computed on demand: while an object that holds this step is copied or loaded, it has no attributes yet.
 
     @functools.cached_property
     def _state(self) -> State:
