@@ -142,10 +142,19 @@ def operand(number: float, x: torch.Tensor) -> Any:
     return number if is_eager() or not varies(number) else as_tensor(number, x.device, x.dtype)
 
 
-@functools.cache
-def say_once(message: str) -> None:
-    """Warn, once for each message."""
-    warnings.warn(message, stacklevel=4)
+def warn(message: str) -> None:
+    """Warn at the line of the user: the last frame that is neither of this package nor of PyTorch. While torch.compile
+    traces, there is no such frame."""
+    level, frame = 1, sys._getframe() if is_eager() else None
+    while (
+        frame and frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("gradscale_ext", "torch")
+    ):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
+
+
+#: Warn, once for each message.
+say_once = functools.cache(warn)
 
 
 def say_why_slow(function: str, arguments: Mapping[str, object]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -179,10 +178,9 @@ def _warn_of_scalars_beyond(support: Support, name: str, call: Call) -> None:
         low, high = min(low, -high), max(-low, high)
     numbers = asdict(support) | {"minimum": low, "maximum": high}
     wider = ", ".join(f"{field}={value!r}" for field, value in numbers.items())
-    warnings.warn(
+    _context.warn(
         f"multi_step_loss: {float(beyond.sum()) / len(beyond):.2%} of the targets of head '{name}' are beyond its "
-        f"support and are encoded as its ends; Support({wider}) holds them, with wider bins",
-        stacklevel=5,
+        f"support and are encoded as its ends; Support({wider}) holds them, with wider bins"
     )
 
 

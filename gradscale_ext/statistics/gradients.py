@@ -220,7 +220,7 @@ def gradient_statistics(tensors: Tensors, names: Sequence[str] | None = None) ->
     ones    4      2     1        1     0      0     0
     total norm: 2
     """
-    own_names, given = _entries("gradient_statistics", "tensors", tensors, stacklevel=2)
+    own_names, given = _entries("gradient_statistics", "tensors", tensors)
     is_gradient = _are_parameters(given)
     gradients: Gradients = given
     if any(is_gradient):
@@ -261,9 +261,7 @@ def _are_parameters(given: list[Any]) -> list[bool]:
 _NUMBERS = [str(number) for number in range(1024)]
 
 
-def _entries(
-    function: str, argument: str, tensors: Tensors | Parameters, stacklevel: int
-) -> tuple[list[str], list[Any]]:
+def _entries(function: str, argument: str, tensors: Tensors | Parameters) -> tuple[list[str], list[Any]]:
     """Names (numbers where none were given) and entries, which are not checked yet."""
     if isinstance(tensors, torch.nn.Module):
         given: list[Any] = list(tensors.named_parameters())
@@ -272,7 +270,7 @@ def _entries(
             raise TypeError(
                 f"{function}: {argument} must be a module or tensors, but it is of type {type(tensors).__name__}"
             )
-        given = [tensors] if isinstance(tensors, torch.Tensor) else listed(function, argument, tensors, 1 + stacklevel)
+        given = [tensors] if isinstance(tensors, torch.Tensor) else listed(function, argument, tensors)
     names = _NUMBERS[: len(given)] + [str(number) for number in range(len(_NUMBERS), len(given))]
     if tuple in map(type, given):
         for index, entry in enumerate(given):
@@ -359,7 +357,7 @@ def clip_gradients_(
     tensor([[0.0000, 0.5000],
             [0.0000, 0.1000]])
     """
-    names, entries = _entries("clip_gradients_", "parameters", parameters, stacklevel=3)
+    names, entries = _entries("clip_gradients_", "parameters", parameters)
     if (max_norm is None) == (adaptive is None):
         given = "neither" if max_norm is None else f"max_norm={max_norm} and adaptive={adaptive}"
         raise ValueError(f"clip_gradients_: give one of max_norm and adaptive, but it got {given}")

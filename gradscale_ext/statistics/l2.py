@@ -41,7 +41,7 @@ def l2_loss(parameters: Iterable[torch.Tensor] | torch.nn.Module, weight: float 
         parameters = list(parameters.parameters())
     elif isinstance(parameters, torch.Tensor):
         parameters = [parameters]
-    tensors = listed("l2_loss", "parameters", parameters, stacklevel=2)
+    tensors = listed("l2_loss", "parameters", parameters)
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
             kind = tensor.dtype if isinstance(tensor, torch.Tensor) else f"of type {type(tensor).__name__}"

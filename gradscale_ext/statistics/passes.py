@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -59,15 +58,13 @@ def keys_of(tensors: Sequence[object]) -> Sequence[object]:
     return list(map(id, tensors)) if _context.is_eager() else tensors
 
 
-def listed(function: str, argument: str, tensors: Iterable[Any], stacklevel: int) -> list[Any]:
-    """The elements as a list. An iterator without elements has probably been used before, which a warning says.
-    `stacklevel` counts from the caller of this function to the user."""
+def listed(function: str, argument: str, tensors: Iterable[Any]) -> list[Any]:
+    """The elements as a list. An iterator without elements has probably been used before, which a warning says."""
     elements = list(tensors)
     if not elements and isinstance(tensors, Iterator):
-        warnings.warn(
+        _context.warn(
             f"{function}: {argument} is an iterator without elements, so there is nothing to do. It may have been used "
-            "up before, as model.parameters() is by an optimizer; pass the model or a list",
-            stacklevel=stacklevel + 1,
+            "up before, as model.parameters() is by an optimizer; pass the model or a list"
         )
     return elements
 
