@@ -8,6 +8,7 @@
 #include "statistics/statistics.h"
 #include "support/support.h"
 #include "torch/gradient_pool.h"
+#include "torch/refusal.h"
 #include "torch/tensor_element.h"
 
 #include <ATen/Version.h>
@@ -27,16 +28,16 @@ int32_t vector_bytes() { // declared in cpu/each_instruction_set.h
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("torch_version") = GRADSCALE_TORCH_VERSION;
+  // isinstance() takes less time for a class whose metaclass is `type`.
+  pybind11::class_<gradscale::Refusal>(m, "Refusal", pybind11::metaclass(reinterpret_cast<PyObject*>(&PyType_Type)))
+      .def_readonly("argument", &gradscale::Refusal::argument)
+      .def_readonly("came", &gradscale::Refusal::came);
   m.def("set_kernel_images", &gradscale::set_kernel_images);
   m.def("use_driver_for_cpu", &gradscale::use_driver_for_cpu);
   m.def("record_kernels", &gradscale::record_kernels);
   m.def("cpu_capability", &at::get_cpu_capability);
   m.def("ordinary_context", &gradscale::ordinary_context);
   m.def("ordinary_or_inference_context", &gradscale::ordinary_or_inference_context);
-  m.def("reads", [](const at::Tensor& given) { // true if the kernels read a tensor of one of their dtypes
-    at::Tensor tensor;
-    return gradscale::read_ordinary(given, tensor);
-  });
   m.def("release_gradient_pool", &gradscale::release_gradient_pool);
   for (const auto add_operator : gradscale::eager_operators()) { // the gradient-flow operators
     add_operator(m);

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.compiler.config
-from torch.autograd import forward_ad
 
 from . import _context, _kernels
 from ._remedies import INSTALL
-from .call.checks import DTYPES
 
 REBUILD = f"compile gradscale_ext again, in a checkout: `{INSTALL} --force-reinstall --no-deps .`"
 
@@ -100,33 +97,23 @@ if "cuda" in DEVICE_TYPES:
     _C.set_kernel_images(_kernels.code_and_entry)
 
 
+Refusal = _C.Refusal
+
+
 def is_ordinary() -> bool:
     """Return True if autograd is on, and no transform, tracer or dispatch mode is active."""
     return _C.ordinary_context()
 
 
-def warn_of_reference(function: str, arguments: Iterable[tuple[str, torch.Tensor]], reason: str = "") -> None:
+def warn_of_reference(function: str, answer: object) -> None:
     """Say once which argument sends a call to plain PyTorch, although there are kernels for its device.
 
-    Nothing is said where plain PyTorch is the right path: under torch.compile, in torch.func transforms, in forward
-    mode and in dispatch modes, which must see the operations. If a `reason` is given, it is the first argument's.
+    `answer` is what the gate of the kernels returned. Nothing is said where it names no argument, because plain
+    PyTorch is the right path: in torch.func transforms, in forward mode and in dispatch modes, which must see the
+    operations, and on devices without kernels.
     """
-    if not _context.is_eager() or not _C.ordinary_or_inference_context() or forward_ad._current_level >= 0:
-        return
-    for argument, tensor in arguments:
-        why = reason or _reason_for_reference(tensor)
-        if why and tensor.device.type in DEVICE_TYPES:
-            _context.say_once(
-                f"{function}: {argument} {why}; plain PyTorch computes such calls, many times slower than kernels"
-            )
-            return
-        reason = ""
-
-
-def _reason_for_reference(tensor: torch.Tensor) -> str:
-    """Why the kernels do not accept a tensor of a valid type, and what to write; empty if they do."""
-    if not _C.reads(tensor):
-        return f"is of type {type(tensor).__name__}, not a plain torch.Tensor: convert it"
-    if tensor.is_floating_point() and tensor.dtype not in DTYPES:
-        return f"is {tensor.dtype}: write .float()"
-    return ""
+    if isinstance(answer, Refusal) and answer.argument:
+        _context.say_once(
+            f"{function}: {answer.argument} {answer.came}; plain PyTorch computes such calls, many times slower than "
+            "kernels"
+        )

@@ -9,7 +9,7 @@ import torch
 
 from . import _context, _distributed, _numbers, _tensors
 from ._buffers import ModuleWithNumbers
-from ._native import _C
+from ._native import _C, Refusal
 from ._ranks import gathered, group_of
 from ._trajectories import result_dtype
 
@@ -62,9 +62,11 @@ def standardize(
     if not 0 <= eps < math.inf:
         raise ValueError(f"standardize: eps must be finite and at least 0, but it is {eps}")
     # The usual call has a kernel, on the CPU.
-    if process_group is None and _context.is_eager() and (found := _C.standardize(x, mask, eps)) is not None:
-        is_recorded = x.requires_grad and torch.is_grad_enabled()
-        return _Standardized.apply(x, mask, eps, [found]) if is_recorded else found  # type: ignore[no-untyped-call]
+    if process_group is None and _context.is_eager():
+        found = _C.standardize(x, mask, eps)
+        if not isinstance(found, Refusal):
+            is_recorded = x.requires_grad and torch.is_grad_enabled()
+            return _Standardized.apply(x, mask, eps, [found]) if is_recorded else found  # type: ignore[no-untyped-call]
     _tensors.check_floats("standardize", "x", x)
     if mask is not None:
         _tensors.check_mask("standardize", mask, "x", x)
@@ -101,10 +103,11 @@ class _Standardized(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         x, mask = ctx.saved_tensors
-        found = None
         if _context.is_eager() and not torch.is_grad_enabled():
             found = _C.standardize_gradient(x, mask, ctx.eps, gradient)
-        return _gradient(x, mask, ctx.eps, gradient) if found is None else found, None, None, None
+            if not isinstance(found, Refusal):
+                return found, None, None, None
+        return _gradient(x, mask, ctx.eps, gradient), None, None, None
 
 
 def _gradient(x: torch.Tensor, mask: torch.Tensor | None, eps: float, gradient: torch.Tensor) -> torch.Tensor:
@@ -299,11 +302,13 @@ class ReturnScale(ModuleWithNumbers):
 
     def _update(self, returns: torch.Tensor, mask: torch.Tensor | None) -> None:
         running, in_group = self.running_percentiles, bool(self._group[0])
-        if not in_group and _context.is_eager() and (found := _C.percentiles(returns, mask, self.low, self.high)):
-            if found[0] is not None:
-                running.mul_(self.decay).add_(found[0], alpha=1 - self.decay)
-                self.num_updates.add_(1)
-            return
+        if not in_group and _context.is_eager():
+            found = _C.percentiles(returns, mask, self.low, self.high)
+            if not isinstance(found, Refusal):
+                if found[0] is not None:
+                    running.mul_(self.decay).add_(found[0], alpha=1 - self.decay)
+                    self.num_updates.add_(1)
+                return
         # Entries that do not count are inf, and at the end after sorting.
         entries = torch.where(_counts(returns, mask), returns, math.inf).flatten()
         if in_group:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from . import _context
-from ._native import _C
+from ._native import _C, Refusal
 from ._returns_operator import FORMULAS, run, run_muzero
 from ._trajectories import (
     Discount,
@@ -51,7 +51,7 @@ def _results(
         results = _C.returns(
             FORMULAS[function], rewards, values, next_values, ratios, discount, lambda_, *flags, clips, n, batch_first
         )
-        if results is not None:
+        if not isinstance(results, Refusal):
             return results
     call = check_trajectories(
         function, rewards, values, next_values, discount, lambda_, *flags, batch_first, ratios=ratios, clips=clips, n=n
@@ -483,7 +483,7 @@ def muzero_targets(
             root_reward,
             batch_first,
         )
-        if results is not None:
+        if not isinstance(results, Refusal):
             return MuZeroTargets(*results)
     window = check_window(
         rewards,

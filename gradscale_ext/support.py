@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from . import _context, _distributed, _numbers, _remedies
-from ._native import _C, warn_of_reference
+from ._native import _C, Refusal, warn_of_reference
 from .reference import supports as reference
 from .transforms import LARGEST_FLOAT32, TRANSFORMS, checked_eps, largest_transformed
 
@@ -140,8 +140,8 @@ class Support:
         if _distributed.is_distributed(x):
             return _distributed.by_whole(self.two_hot, x)  # type: ignore[no-any-return]
         encoded = _C.encode(self._compiled, 0.0, x) if _context.is_eager() else None
-        if encoded is None:
-            _warn_of_encoding("two_hot", x)
+        if encoded is None or isinstance(encoded, Refusal):
+            warn_of_reference("Support.two_hot", encoded)
             encoded = reference.two_hot(x, self)
         return encoded
 
@@ -179,8 +179,8 @@ class Support:
         if _distributed.is_distributed(x):
             return _distributed.by_whole(self.hl_gauss, x, sigma_ratio)  # type: ignore[no-any-return]
         encoded = _C.encode(self._compiled, sigma_ratio, x) if _context.is_eager() else None
-        if encoded is None:
-            _warn_of_encoding("hl_gauss", x)
+        if encoded is None or isinstance(encoded, Refusal):
+            warn_of_reference("Support.hl_gauss", encoded)
             encoded = reference.hl_gauss(x, self, sigma_ratio)
         return encoded
 
@@ -200,9 +200,10 @@ class Support:
             TypeError: `logits` is not a floating tensor.
             ValueError: the last dimension is not `num_bins`; with `check`, a wrong value.
         """
+        values = None
         if _context.is_eager() and not check:
             values = _C.decode(self._compiled, self, logits)
-            if values is not None:
+            if not isinstance(values, Refusal):
                 return values
         _check_scalars("decode", logits, "logits")
         if logits.dim() < 1 or logits.shape[-1] != self.num_bins:
@@ -215,7 +216,7 @@ class Support:
         if check:
             _check_logits(logits, check)
             return self.decode(logits)
-        warn_of_reference("Support.decode", [("logits", logits)])
+        warn_of_reference("Support.decode", values)
         return reference.decode(logits, self)
 
     def project(
@@ -255,9 +256,10 @@ class Support:
         >>> support.project(torch.tensor([0.0, 0.5, 0.5]), torch.tensor(0.25), torch.tensor(0.5))
         tensor([0.0000, 0.5000, 0.5000])
         """
+        projected = None
         if _context.is_eager() and not check:
             projected = _C.project(self._compiled, probabilities, rewards, discounts)
-            if projected is not None:
+            if not isinstance(projected, Refusal):
                 return projected
         given = {"probabilities": probabilities, "rewards": rewards, "discounts": discounts}
         for argument, tensor in given.items():
@@ -284,7 +286,7 @@ class Support:
         if check:
             _check_atoms(given, check)
             return self.project(probabilities, rewards, discounts)
-        warn_of_reference("Support.project", given.items())
+        warn_of_reference("Support.project", projected)
         return reference.project(probabilities, rewards, discounts, self)
 
     def numbers(self) -> dict[str, float]:
@@ -321,12 +323,6 @@ def _check_scalars(function: str, x: torch.Tensor, argument: str = "x") -> None:
             f"Support.{function}: {argument} must be a floating tensor, but its dtype is {x.dtype}"
             f"{_remedies.remedy_for_dtype(x.dtype)}"
         )
-
-
-def _warn_of_encoding(function: str, x: torch.Tensor) -> None:
-    wants_gradient = x.requires_grad and torch.is_grad_enabled()
-    reason = "requires grad: detach() it, if the distributions need no gradient" if wants_gradient else ""
-    warn_of_reference(f"Support.{function}", [("x", x)], reason)
 
 
 def _check_logits(logits: torch.Tensor, check: bool) -> None:

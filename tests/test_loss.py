@@ -958,6 +958,11 @@ def test_errors_of_classes():
         heads, predictions, {"policy": [torch.tensor([0, -100, 1])], "value": [torch.zeros(3)] * 2}, mask=mask
     )
     assert out.loss.isfinite()
+    compiled = torch.compile(gs.multi_step_loss, backend="aot_eager")
+    with pytest.raises(
+        ValueError, match="the target of head 0 at step 1 must be classes from 0 to 3, but sample 1 has 4"
+    ):
+        compiled({"p": heads["policy"]}, {"p": predictions["policy"]}, {"p": [torch.tensor([0, 4, 1])]})
     # An invalid class whose value cannot be checked gives NaN in its own sample, and reads nothing out of bounds.
     classes = torch.tensor([0, 2**62, -1])
     losses = gs.reference.entry_loss(gs.SoftCrossEntropy(), torch.zeros(3, 4), classes)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import gradscale_ext as gs
-from gradscale_ext.loss import compiled
+from gradscale_ext.loss import compiled, multi_step
 
 B, T, S, A = 4, 3, 11, 5
 SUPPORT = gs.Support(-5, 5, S)
@@ -260,13 +260,13 @@ class Mode(TorchDispatchMode):
 
 
 NAMED = {
-    "predictions": "the prediction of head 'value' at step 0",
-    "targets": "the target of head 'value' at step 0",
-    "step_weights": "the step_weights of head 'value'",
-    "step_gradient_scale": "the step_gradient_scale of head 'value'",
-    "importance_weights": "the importance_weights of head 'value'",
+    "predictions": "the prediction of head 'value'",
+    "targets": "the target of head 'value'",
+    "step_weights": "step_weights",
+    "step_gradient_scale": "step_gradient_scale",
+    "importance_weights": "importance_weights",
     "head_weights": "the head_weights of head 'value'",
-    "mask": "the mask of head 'value'",
+    "mask": "mask",
 }
 
 
@@ -282,13 +282,73 @@ def test_an_argument_that_the_kernels_do_not_accept_is_named_once(argument, fres
     expected = gs.multi_step_loss(HEADS, **given).loss
     given[argument] = mapped(Wrapped, given[argument])
     message = f"^multi_step_loss: {NAMED[argument]} is of type Wrapped, not a plain torch.Tensor: convert it; plain Py"
-    with pytest.warns(UserWarning, match=message):
+    with pytest.warns(UserWarning, match=message) as caught:
         assert torch.equal(
             gs.multi_step_loss(HEADS, **given).loss.inner, gs.reference.multi_step_loss(HEADS, **given).loss.inner
         )
+    assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.testing.assert_close(gs.multi_step_loss(HEADS, **given).loss.inner, expected)
+
+
+WRONG = {
+    "a prediction that is missing": ("prediction", lambda given: given.pop("size")),
+    "a prediction of no head": ("prediction", lambda given: given.update(other=given["size"])),
+    "no prediction": ("prediction", lambda given: given.update(value=[])),
+    "another number of steps": ("prediction", lambda given: given.update(size=given["size"][:, :2])),
+    "another batch": ("prediction", lambda given: given.update(size=given["size"][:3])),
+    "another number of bins": ("prediction", lambda given: given.update(value=given["value"][..., :7])),
+    "integers": ("prediction", lambda given: given.update(value=given["value"].long())),
+    "a number": ("prediction", lambda given: given.update(value=1.0)),
+    "a number in a list": ("prediction", lambda given: given["value"].__setitem__(1, 1.0)),
+    "one of another shape": ("prediction", lambda given: given["value"].__setitem__(1, torch.rand(B, S + 1))),
+    "a target of distributions": ("target", lambda given: given.update(value=torch.rand(B, T, S))),
+    "a target that requires grad": ("target", lambda given: given["value"].requires_grad_()),
+    "one target that requires grad": ("target", lambda given: given["value"][2].requires_grad_()),
+    "half of the steps of a target": ("target", lambda given: given.update(value=given["value"][:, :1])),
+    "a mask of numbers": ("mask", torch.ones(B, T)),
+    "a mask of other steps": ("mask", {"value": torch.ones(B, 2) > 0}),
+    "a mask of no head": ("mask", {"other": torch.ones(B, T) > 0}),
+    "too few numbers": ("step_weights", [1.0, 2.0]),
+    "text": ("step_weights", "1"),
+    "a negative number": ("step_weights", {"value": [1.0, -1.0, 1.0]}),
+    "text as a scale": ("step_gradient_scale", {"value": "roll"}),
+    "weights of steps": ("importance_weights", torch.ones(B, T)),
+    "a list of weights": ("importance_weights", [1.0] * B),
+    "weights that require grad": ("importance_weights", {"value": torch.ones(B, requires_grad=True)}),
+    "one head weight": ("head_weights", 2.0),
+    "a negative head weight": ("head_weights", {"value": -1.0}),
+    "a head weight with dimensions": ("head_weights", {"value": torch.ones(1)}),
+    "no entries": ("num_entries", {"value": 0}),
+    "a count of a half type": ("num_entries", {"value": torch.tensor(3, dtype=torch.float16)}),
+    "an unknown reduction": ("reduction", "median"),
+    "an unknown way": ("nonfinite", "raise"),
+    "a number as a flag": ("batch_first", 1),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_the_gate_and_the_error_name_the_same_argument(wrong, monkeypatch):
+    """The gate refuses what is wrong, and Python, which checks the arguments again, says what to write."""
+    argument, change = WRONG[wrong]
+    predictions, targets = arguments()
+    if "one" in wrong.split() or "list" in wrong.split():
+        predictions, targets = listed(predictions), listed(targets)
+    options = {}
+    if argument in ("prediction", "target"):
+        change(predictions if argument == "prediction" else targets)
+    else:
+        options[argument] = change
+    refusals = []
+    gate = multi_step._C.multi_step_loss
+    monkeypatch.setattr(multi_step._C, "multi_step_loss", lambda *call: refusals.append(gate(*call)) or refusals[-1])
+    with pytest.raises((TypeError, ValueError)) as caught:
+        gs.multi_step_loss(HEADS, predictions, targets, **options)
+    (refusal,) = refusals
+    assert isinstance(refusal, multi_step._C.Refusal)
+    assert refusal.argument in str(caught.value).replace("the stacked ", "the ")
+    assert argument in refusal.argument
 
 
 @pytest.mark.parametrize(

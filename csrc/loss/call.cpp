@@ -36,7 +36,8 @@ StepWeight weight_of(const at::Tensor& tensor, int64_t batch_dim, int64_t step_d
 
 // ---- Heads ----------------------------------------------------------------------------------------------------------
 
-Heads::Heads(const std::vector<std::string>& names, const std::vector<double>& numbers) {
+Heads::Heads(const std::vector<std::string>& names, const std::vector<double>& numbers, std::vector<std::string> labels)
+    : labels_(std::move(labels)) {
   TORCH_CHECK(
       !names.empty() && names.size() == numbers.size(),
       "multi_step_loss: heads must be described by names and as many numbers, but there are ",
@@ -72,40 +73,44 @@ Heads::Heads(const std::vector<std::string>& names, const std::vector<double>& n
   }
 }
 
+std::string Heads::words(const Part& part) const {
+  if (part.head < 0) {
+    return part.argument;
+  }
+  const std::string label = labels_.empty() ? std::to_string(part.head) : c10::str("'", labels_[part.head], "'");
+  const std::string of_head = c10::str("the ", part.argument, " of head ", label);
+  return part.entry < 0 ? of_head : c10::str(of_head, " at step ", heads_[part.head].first_step + part.entry);
+}
+
 // ---- The given tensors ----------------------------------------------------------------------------------------------
 
-bool Call::settle(const Heads& given) {
-  const auto is_empty = [](const Entries& entries) { return entries.tensors.empty(); };
-  if (predictions.size() != given.size() || targets.size() != given.size() ||
-      std::any_of(predictions.begin(), predictions.end(), is_empty)) {
-    return false;
+void Call::measure() {
+  if (predictions.size() != heads->size() || targets.size() != heads->size()) {
+    throw Refusal{"heads", c10::str("has ", heads->size(), " heads")};
   }
   size_t count = 0;
   for (Entries& entries : predictions) {
+    if (entries.tensors.empty()) {
+      throw Refusal{"predictions", "has a head without tensors"};
+    }
     entries.first = std::exchange(count, count + entries.tensors.size());
   }
-  heads = &given;
-  steps = count_steps(given);
-  const Entries& first = predictions[0];
-  if (first.tensors[0].dim() <= batch_dim(first)) {
-    return false;
-  }
-  batch = first.tensors[0].size(batch_dim(first));
-  const c10::Device device = first.tensors[0].device();
-  on_device = runs_kernels(device);
-  is_double = std::any_of(predictions.begin(), predictions.end(), [](const Entries& entries) {
-    return std::any_of(entries.tensors.begin(), entries.tensors.end(), [](const at::Tensor& tensor) {
-      return tensor.scalar_type() == at::kDouble;
-    });
+  const Entries& entries = predictions[0];
+  const at::Tensor& first = entries.tensors[0];
+  batch = first.dim() > batch_dim(entries) ? first.size(batch_dim(entries)) : 0;
+  steps = count_steps();
+  on_device = runs_kernels(first.device());
+  is_double = false;
+  each_prediction([&](const Entries&, const at::Tensor& tensor, size_t) {
+    is_double = is_double || tensor.scalar_type() == at::kDouble;
   });
-  sum_options = at::TensorOptions().dtype(is_double ? at::kDouble : at::kFloat).device(device);
-  return Checks(*this).all();
+  sum_options = at::TensorOptions().dtype(is_double ? at::kDouble : at::kFloat).device(first.device());
 }
 
-int64_t Call::count_steps(const Heads& given) const {
+int64_t Call::count_steps() const {
   int64_t most = 0;
-  for (size_t h = 0; h < given.size(); ++h) {
-    most = std::max(most, given[h].first_step + steps_of(predictions[h], batch_first));
+  for (size_t h = 0; h < heads->size(); ++h) {
+    most = std::max(most, (*heads)[h].first_step + steps_of(predictions[h], batch_first));
   }
   return most;
 }
@@ -187,6 +192,10 @@ void Call::make_gradients() {
 Pass Call::begin_pass() {
   Pass pass{};
   pass.is_backward = grad_output.defined();
+  if (!pass.is_backward) {
+    measure();
+    Checks(*this).all();
+  }
   pass.has_gradients = !gradients.empty();
   if (!pass.has_gradients) {
     make_gradients();

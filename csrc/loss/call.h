@@ -44,10 +44,18 @@ inline const KindOfHead& description_of(Kind kind) {
   return kinds()[static_cast<size_t>(kind)];
 }
 
-// The heads of a loss, as record_of() in gradscale_ext/heads.py describes them.
+// A part of the arguments of a call, for messages.
+struct Part {
+  const char* argument;
+  int64_t head = -1;  // -1: one value for all heads
+  int64_t entry = -1; // of the head, from its first step; -1: all
+};
+
+// The heads of a loss, as record_of() in gradscale_ext/heads.py describes them. Without labels, messages number them.
 class Heads {
  public:
-  Heads(const std::vector<std::string>& names, const std::vector<double>& numbers);
+  Heads(
+      const std::vector<std::string>& names, const std::vector<double>& numbers, std::vector<std::string> labels = {});
 
   size_t size() const {
     return heads_.size();
@@ -64,8 +72,11 @@ class Heads {
   bool has_target(size_t head) const {
     return forms(head)[0].target_dims >= 0;
   }
+  // "mask", "the mask of head 'value'", or "the target of head 'value' at step 2".
+  std::string words(const Part& part) const;
 
  private:
+  std::vector<std::string> labels_;
   std::vector<Head> heads_;
   std::vector<OwnedSupport> supports_;
 };
@@ -181,7 +192,7 @@ enum class Option : size_t { GRADSCALE_OPTIONS(GRADSCALE_ENUMERATOR) };
 struct Entries {
   Tensors tensors; // empty: the head has no target
   bool stacked = false;
-  size_t first = 0; // the index of the first tensor in the list of all prediction tensors; set by settle()
+  size_t first = 0; // the index of the first tensor in the list of all prediction tensors; set by begin_pass()
 
   // The number of batch and step dimensions.
   int64_t leading_dims() const {
@@ -208,16 +219,15 @@ struct Call : Options {
   std::vector<Entries> predictions; // by head
   std::vector<Entries> targets;
   std::vector<bool> wants; // by prediction tensor, in the order of each_prediction(): true if its gradient is wanted
-
-  // Set by settle().
   const Heads* heads = nullptr;
+  at::Tensor grad_output; // of the loss, a scalar or [B]; undefined: the forward pass
+
+  // Set by begin_pass() in the forward pass.
   int64_t batch = 0;
   int64_t steps = 0;             // T
   bool is_double = false;        // the type of sums and losses
   bool on_device = false;        // device kernels run instead of CPU kernels
   at::TensorOptions sum_options; // type and device of losses
-
-  at::Tensor grad_output; // of the loss, a scalar or [B]; undefined: the forward pass
 
   // Set by run().
   Outputs outputs;
@@ -227,10 +237,8 @@ struct Call : Options {
   at::Tensor metrics; // float64 [segments, B, 2], the RowMetrics of all rows
   std::shared_ptr<const Launches> launches; // on a device, for run_again(); null if they read copies of tensors
 
-  // Finds batch and steps, and returns true if the kernels accept all tensors for these heads.
-  bool settle(const Heads& given);
   // The largest number of steps of a head, counted from the root.
-  int64_t count_steps(const Heads& given) const;
+  int64_t count_steps() const;
 
   bool wants_any() const;
   // True if the gradient of a prediction of the head is wanted.
@@ -252,8 +260,9 @@ struct Call : Options {
   template <class Visit>
   void each_tensor(Visit visit) const;
 
-  // Allocates outputs and gradients, unless they are there already, and describes the pass over the rows that writes
-  // them; valid until end_pass(), which gets the launches that computed it.
+  // Checks the arguments in the forward pass, allocates outputs and gradients, unless they are there already, and
+  // describes the pass over the rows that writes them; valid until end_pass(), which gets the launches that computed
+  // it. Throws a Refusal of arguments that do not fit each other.
   Pass begin_pass();
   void end_pass(std::shared_ptr<const Launches> used);
 
@@ -265,6 +274,8 @@ struct Call : Options {
   Slab slab(const at::Tensor& tensor, int64_t stride) const;
 
  private:
+  // Finds the sizes and the types of a call.
+  void measure();
   // Makes tensors for the results of a forward pass.
   void make_outputs();
   at::Tensor make_entries(size_t head) const;
@@ -284,8 +295,9 @@ struct Call : Options {
   std::deque<Entries> copies_; // contiguous copies of entries, which the kernels read
 };
 
-// Without a grad_output: computes the outputs and the wanted gradients, for a grad_output of 1. With one: computes the
-// gradients times grad_output; a device computes nothing else, and does not synchronize.
+// Without a grad_output: checks the arguments, and computes the outputs and the wanted gradients, for a grad_output of
+// 1; throws a Refusal of arguments that do not fit each other. With one: computes the gradients times grad_output; a
+// device computes nothing else, and does not synchronize.
 void run(Call& call);
 
 // The same for a call that has run without a grad_output, and whose gradients are still in their memory. Keeps them

@@ -12,7 +12,7 @@
 // gradient function; autograd fills in `wants`.
 #include "../torch/arguments.h"
 #include "../torch/gradient_pool.h"
-#include "../torch/tensor_element.h"
+#include "../torch/refusal.h"
 #include "backward.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -142,20 +142,22 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const at::ArrayRef<c10::IValue> given = arguments_of(op, *stack);
   const Heads heads = heads_from(op, given);
   Call call = call_from(given);
-  TORCH_CHECK_VALUE(
-      call.settle(heads),
-      "gradscale_ext::multi_step_loss: the tensors do not match each other, the heads or the options; "
-      "gradscale_ext.multi_step_loss checks its arguments, and says which");
+  call.heads = &heads;
   Layout layout(call);
-  begin_pooled_call(call.sum_options.device());
+  const c10::Device device = call.predictions.at(0).tensors.at(0).device();
+  begin_pooled_call(device);
   for (JoinedGradients& joined : layout.joined) {
-    joined.data = empty_gradient({joined.size.expect_int()}, call.sum_options.dtype(joined.data_type()));
+    joined.data = empty_gradient({joined.size.expect_int()}, at::TensorOptions(device).dtype(joined.data_type()));
   }
   call.gradients.resize(call.wants.size());
   for (const Gradient& gradient : layout.gradients) {
     call.gradients[gradient.prediction] = gradient.in(layout.joined);
   }
-  run(call);
+  try {
+    run(call);
+  } catch (const Refusal& refusal) {
+    TORCH_CHECK_VALUE(false, "gradscale_ext::multi_step_loss: ", refusal.argument, " ", refusal.came);
+  }
   Tensors results;
   Outputs::each(call.outputs, [&](const char*, const auto& output) { append(results, output); });
   for (const JoinedGradients& joined : layout.joined) {

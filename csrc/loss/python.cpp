@@ -2,8 +2,8 @@
 
 #include "backward.h"
 
+#include "../torch/gate.h"
 #include "../torch/python_numbers.h"
-#include "../torch/tensor_element.h"
 
 #include <ATen/core/TensorBody.h>
 #include <ATen/core/grad_mode.h>
@@ -18,88 +18,8 @@ namespace gradscale {
 
 namespace {
 
-bool read_tensor(py::handle object, at::Tensor& tensor) {
-  return THPVariable_Check(object.ptr()) && read_ordinary(THPVariable_Unpack(object.ptr()), tensor);
-}
-
-// Targets and weights must not require grad.
-bool read_constant(py::handle object, at::Tensor& tensor) {
-  return read_tensor(object, tensor) && !tensor.requires_grad();
-}
-
-template <class Read>
-bool read_entries(py::handle object, Entries& entries, Read read) {
-  PyObject* items = object.ptr();
-  if (!PyList_Check(items) && !PyTuple_Check(items)) {
-    entries.stacked = true;
-    return read(object, entries.tensors.emplace_back());
-  }
-  const Py_ssize_t count = PySequence_Fast_GET_SIZE(items);
-  entries.tensors.resize(count);
-  for (Py_ssize_t k = 0; k < count; ++k) {
-    if (!read(PySequence_Fast_GET_ITEM(items, k), entries.tensors[k])) {
-      return false;
-    }
-  }
-  return count > 0;
-}
-
-// Predictions and targets of all heads, from two dicts.
-bool read_all_entries(const Plan& plan, py::handle predictions, py::handle targets, Call& call) {
-  const size_t heads = plan.table.size();
-  if (!PyDict_Check(predictions.ptr()) || !PyDict_Check(targets.ptr()) ||
-      PyDict_Size(predictions.ptr()) != static_cast<Py_ssize_t>(heads)) {
-    return false;
-  }
-  call.predictions.resize(heads);
-  call.targets.resize(heads);
-  Py_ssize_t found_targets = 0;
-  for (size_t h = 0; h < heads; ++h) {
-    PyObject* prediction = PyDict_GetItem(predictions.ptr(), plan.names[h].ptr());
-    PyObject* target = PyDict_GetItem(targets.ptr(), plan.names[h].ptr());
-    found_targets += target != nullptr ? 1 : 0;
-    if (prediction == nullptr || !read_entries(prediction, call.predictions[h], read_tensor)) {
-      return false;
-    }
-    const bool is_given = target != nullptr && target != Py_None;
-    if (is_given && !read_entries(target, call.targets[h], read_constant)) {
-      return false;
-    }
-  }
-  return found_targets == PyDict_Size(targets.ptr());
-}
-
-// ---- Options --------------------------------------------------------------------------------------------------------
-
 bool is_text(py::handle given, const char* text) {
   return PyUnicode_Check(given.ptr()) && PyUnicode_CompareWithASCIIString(given.ptr(), text) == 0;
-}
-
-bool read_weights(py::handle given, at::Tensor& weights) {
-  return given.is_none() || read_constant(given, weights);
-}
-
-bool read_mask(py::handle given, at::Tensor& mask) {
-  return read_tensor(given, mask) && mask.scalar_type() == at::kBool;
-}
-
-bool read_head_weight(py::handle given, HeadWeight& weight) {
-  if (THPVariable_Check(given.ptr())) {
-    const bool is_read = read_tensor(given, weight.tensor);
-    weight.wants_gradient = at::GradMode::is_enabled() && weight.tensor.requires_grad();
-    return is_read;
-  }
-  const std::optional<double> number = real_number(given);
-  weight.number = number.value_or(0);
-  return number && *number >= 0 && std::isfinite(*number);
-}
-
-bool read_num_entries(py::handle given, NumEntries& entries) {
-  if (THPVariable_Check(given.ptr())) {
-    return read_constant(given, entries.tensor);
-  }
-  entries.number = real_number(given).value_or(0);
-  return entries.number > 0 && std::isfinite(entries.number);
 }
 
 // True for a list, a tuple or a range, and for other objects with a length and items in one dimension, such as a deque
@@ -114,147 +34,203 @@ bool is_sequence(py::handle given) {
          py::getattr(given, "ndim", py::int_(1)).equal(py::int_(1));
 }
 
-bool read_step_numbers(py::handle given, int64_t steps, StepNumbers& numbers) {
-  PyObject* items = given.ptr();
-  if (given.is_none() || THPVariable_Check(items)) {
-    return given.is_none() || read_constant(given, numbers.tensor);
+// Reads the arguments of a call, or throws a Refusal.
+class Reader {
+ public:
+  explicit Reader(const Plan& plan) : plan_(plan) {
   }
-  if (!is_sequence(given)) {
-    return false;
-  }
-  // Read a copy: converting an item to a number may run Python code (`__float__`), which could change the list.
-  const bool has_steps = PySequence_Size(items) == steps;
-  const auto copy = py::reinterpret_steal<py::tuple>(has_steps ? PySequence_Tuple(items) : nullptr);
-  if (failed() || !copy) {
-    return false;
-  }
-  for (const py::handle item : copy) {
-    at::Tensor tensor; // reading a number from another device would synchronize
-    if (THPVariable_Check(item.ptr()) && !(read_constant(item, tensor) && tensor.is_cpu())) {
-      return false;
-    }
-    numbers.numbers.push_back(PyFloat_AsDouble(item.ptr()));
-    if (failed()) {
-      return false;
-    }
-  }
-  return !numbers.numbers.empty();
-}
 
-// Step numbers, or "unroll": 1 for the root and 1/K after.
-bool read_gradient_scale(py::handle given, int64_t steps, StepNumbers& numbers) {
-  if (!is_text(given, "unroll")) {
-    return read_step_numbers(given, steps, numbers);
+  // `options` is a tuple in the order of Option.
+  Call read(py::handle predictions, py::handle targets, py::handle options) {
+    Call call;
+    call.heads = &plan_.table;
+    call.predictions = all_entries("prediction", predictions, &Reader::tensor);
+    call.targets = all_entries("target", targets, &Reader::constant);
+    read_options(options, call);
+    const bool records = at::GradMode::is_enabled();
+    call.each_prediction([&](const Entries&, const at::Tensor& prediction, size_t) {
+      call.wants.push_back(records && prediction.requires_grad());
+    });
+    return call;
   }
-  numbers.numbers = {1.0};
-  numbers.numbers.resize(std::max<int64_t>(steps, 1), 1.0 / static_cast<double>(steps - 1));
-  return true;
-}
 
-template <class Choice>
-bool read_choice(py::handle given, Choice& choice) {
-  constexpr auto names = names_of(Choice());
-  for (size_t i = 0; i < names.size(); ++i) {
-    if (is_text(given, names[i])) {
-      choice = static_cast<Choice>(i);
-      return true;
+ private:
+  template <class T>
+  using Read = T (Reader::*)(py::handle, const Part&) const;
+
+  void require(bool condition, const Part& part, const char* came) const {
+    if (!condition) {
+      throw Refusal{plan_.table.words(part), came};
     }
   }
-  return false;
-}
 
-// Reads one value for all heads, or a dict with a value for each head.
-template <class T, class Read>
-bool read_by_head(const Plan& plan, py::handle given, ByHead<T>& by_head, Read read) {
-  if (given.is_none()) {
-    return true;
+  at::Tensor tensor(py::handle given, const Part& part) const {
+    return read_tensor(given, [&] { return plan_.table.words(part); });
   }
-  if (!PyDict_Check(given.ptr())) {
-    return read(given, by_head.values.emplace_back());
+
+  // Targets and weights must not require grad.
+  at::Tensor constant(py::handle given, const Part& part) const {
+    at::Tensor read = tensor(given, part);
+    require(!read.requires_grad(), part, "requires grad");
+    return read;
   }
-  by_head.values.resize(plan.table.size());
-  Py_ssize_t found = 0;
-  for (size_t h = 0; h < by_head.values.size(); ++h) {
-    // A new reference: reading may run Python code, which could remove the value from the dict.
-    const auto value = py::reinterpret_borrow<py::object>(PyDict_GetItem(given.ptr(), plan.names[h].ptr()));
-    if (value && !read(value, by_head.values[h])) {
-      return false;
+
+  Entries entries(Part part, py::handle given, Read<at::Tensor> read) const {
+    Entries entries;
+    PyObject* items = given.ptr();
+    if (!PyList_Check(items) && !PyTuple_Check(items)) {
+      entries.stacked = true;
+      entries.tensors.push_back((this->*read)(given, part));
+      return entries;
     }
-    found += value ? 1 : 0;
-  }
-  return found == PyDict_Size(given.ptr());
-}
-
-// Reads the options, a tuple in the order of Option, into a call that already has its predictions.
-bool read_options(const Plan& plan, py::handle options, Call& call) {
-  const auto given = [=](Option option) -> py::handle {
-    return PyTuple_GET_ITEM(options.ptr(), static_cast<Py_ssize_t>(option));
-  };
-  const py::handle batch_first = given(Option::batch_first);
-  const py::handle head_weights = given(Option::head_weights), num_entries = given(Option::num_entries);
-  const auto is_by_head = [](py::handle value) { return value.is_none() || PyDict_Check(value.ptr()); };
-  call.batch_first = batch_first.ptr() == Py_True;
-  const int64_t steps = call.count_steps(plan.table);
-  const auto step_numbers = [=](py::handle value, StepNumbers& to) { return read_step_numbers(value, steps, to); };
-  const auto gradient_scale = [=](py::handle value, StepNumbers& to) { return read_gradient_scale(value, steps, to); };
-  return PyBool_Check(batch_first.ptr()) && is_by_head(head_weights) && is_by_head(num_entries) &&
-         read_by_head(plan, given(Option::step_weights), call.step_weights, step_numbers) &&
-         read_by_head(plan, given(Option::step_gradient_scale), call.step_gradient_scale, gradient_scale) &&
-         read_by_head(plan, given(Option::importance_weights), call.importance_weights, read_weights) &&
-         read_by_head(plan, given(Option::mask), call.mask, read_mask) &&
-         read_by_head(plan, head_weights, call.head_weights, read_head_weight) &&
-         read_by_head(plan, num_entries, call.num_entries, read_num_entries) &&
-         read_choice(given(Option::reduction), call.reduction) && read_choice(given(Option::nonfinite), call.nonfinite);
-}
-
-// Raises if an unmasked class is out of range, for which the kernel would return NaN. Classes on a device are not
-// checked, because reading them would synchronize.
-void check_classes(const Plan& plan, size_t h, const Call& call) {
-  const Entries& targets = call.targets[h];
-  if (targets.tensors.empty() || !targets.tensors[0].is_cpu()) {
-    return;
-  }
-  const int64_t first_step = plan.table[h].first_step, number = call.predictions[h].tensors[0].size(-1);
-  const StepMask mask = call.step_mask(h);
-  for (int64_t step = first_step; step < call.steps; ++step) {
-    const Rows classes = call.rows_of(targets, step - first_step);
-    if (classes.element != Element::int64) {
-      continue;
+    const Py_ssize_t count = PySequence_Fast_GET_SIZE(items);
+    require(count > 0, part, "is empty");
+    entries.tensors.reserve(count);
+    for (part.entry = 0; part.entry < count; ++part.entry) {
+      entries.tensors.push_back((this->*read)(PySequence_Fast_GET_ITEM(items, part.entry), part));
     }
-    for (int64_t b = 0; b < call.batch; ++b) {
-      const int64_t chosen = static_cast<const int64_t*>(classes.data)[b * classes.stride];
-      TORCH_CHECK_VALUE(
-          !mask.includes(b, step) || (chosen >= 0 && chosen < number),
-          "multi_step_loss: the target of head '",
-          py::str(plan.names[h]).cast<std::string>(),
-          "' at step ",
-          step,
-          " must be classes from 0 to ",
-          number - 1,
-          ", but sample ",
-          b,
-          " has ",
-          chosen);
-    }
+    return entries;
   }
-}
 
-// Reads and checks the arguments of a call; false if the kernels do not accept it.
-bool read_call(const Plan& plan, py::handle predictions, py::handle targets, py::handle options, Call& call) {
-  if (!ordinary_or_inference_context() || !PyTuple_Check(options.ptr()) ||
-      !read_all_entries(plan, predictions, targets, call) || !read_options(plan, options, call) ||
-      !call.settle(plan.table)) {
-    return false;
+  // The predictions or targets of all heads, from a dict. A head without a target has none, or None.
+  std::vector<Entries> all_entries(const char* argument, py::handle given, Read<at::Tensor> read) const {
+    require(PyDict_Check(given.ptr()), {argument}, "is not a dict");
+    std::vector<Entries> by_head(plan_.table.size());
+    Py_ssize_t found = 0;
+    for (size_t h = 0; h < by_head.size(); ++h) {
+      PyObject* value = PyDict_GetItem(given.ptr(), plan_.names[h].ptr());
+      found += value != nullptr ? 1 : 0;
+      if (value != nullptr && value != Py_None) {
+        by_head[h] = entries({argument, static_cast<int64_t>(h)}, value, read);
+      }
+    }
+    require(found == PyDict_Size(given.ptr()), {argument}, "names what is not a head");
+    return by_head;
   }
-  const bool records = at::GradMode::is_enabled();
-  for (size_t h = 0; h < plan.table.size(); ++h) {
-    check_classes(plan, h, call);
+
+  // ---- Options ------------------------------------------------------------------------------------------------------
+
+  at::Tensor weights(py::handle given, const Part& part) const {
+    return given.is_none() ? at::Tensor() : constant(given, part);
   }
-  call.each_prediction([&](const Entries&, const at::Tensor& prediction, size_t) {
-    call.wants.push_back(records && prediction.requires_grad());
-  });
-  return true;
-}
+
+  at::Tensor mask(py::handle given, const Part& part) const {
+    at::Tensor mask = tensor(given, part);
+    require(mask.scalar_type() == at::kBool, part, "is not a bool tensor");
+    return mask;
+  }
+
+  HeadWeight head_weight(py::handle given, const Part& part) const {
+    HeadWeight weight;
+    if (THPVariable_Check(given.ptr())) {
+      weight.tensor = tensor(given, part);
+      weight.wants_gradient = at::GradMode::is_enabled() && weight.tensor.requires_grad();
+      return weight;
+    }
+    weight.number = real_number(given).value_or(-1);
+    require(weight.number >= 0 && std::isfinite(weight.number), part, "is not a number of at least 0");
+    return weight;
+  }
+
+  NumEntries num_entries(py::handle given, const Part& part) const {
+    NumEntries entries;
+    if (THPVariable_Check(given.ptr())) {
+      entries.tensor = constant(given, part);
+      return entries;
+    }
+    entries.number = real_number(given).value_or(0);
+    require(entries.number > 0 && std::isfinite(entries.number), part, "is not a number above 0");
+    return entries;
+  }
+
+  StepNumbers step_numbers(py::handle given, const Part& part) const {
+    StepNumbers numbers;
+    PyObject* items = given.ptr();
+    if (given.is_none() || THPVariable_Check(items)) {
+      numbers.tensor = weights(given, part);
+      return numbers;
+    }
+    // Read a copy: converting an item to a number may run Python code (`__float__`), which could change the list.
+    const bool has_steps = is_sequence(given) && PySequence_Size(items) == steps_;
+    const auto copy = py::reinterpret_steal<py::tuple>(has_steps ? PySequence_Tuple(items) : nullptr);
+    require(!failed() && copy && steps_ > 0, part, "is not a sequence of a number for each step");
+    for (const py::handle item : copy) {
+      if (THPVariable_Check(item.ptr())) { // reading a number from another device would synchronize
+        require(constant(item, part).is_cpu(), part, "is on a device");
+      }
+      numbers.numbers.push_back(PyFloat_AsDouble(item.ptr()));
+      require(!failed(), part, "is not a sequence of a number for each step");
+    }
+    return numbers;
+  }
+
+  // Step numbers, or "unroll": 1 for the root and 1/K after.
+  StepNumbers gradient_scale(py::handle given, const Part& part) const {
+    if (!is_text(given, "unroll")) {
+      return step_numbers(given, part);
+    }
+    StepNumbers numbers{{1.0}, {}};
+    numbers.numbers.resize(std::max<int64_t>(steps_, 1), 1.0 / static_cast<double>(steps_ - 1));
+    return numbers;
+  }
+
+  template <class Choice>
+  void read_choice(const char* argument, py::handle given, Choice& choice) const {
+    constexpr auto names = names_of(Choice());
+    const auto found = std::find_if(names.begin(), names.end(), [=](const char* name) { return is_text(given, name); });
+    require(found != names.end(), {argument}, "is not a choice");
+    choice = static_cast<Choice>(found - names.begin());
+  }
+
+  // Reads one value for all heads, or a dict with a value for each head.
+  template <class T>
+  void read_by_head(const char* argument, py::handle given, ByHead<T>& by_head, Read<T> read) const {
+    if (given.is_none()) {
+      return;
+    }
+    if (!PyDict_Check(given.ptr())) {
+      by_head.values.push_back((this->*read)(given, {argument}));
+      return;
+    }
+    by_head.values.resize(plan_.table.size());
+    Py_ssize_t found = 0;
+    for (size_t h = 0; h < by_head.values.size(); ++h) {
+      // A new reference: reading may run Python code, which could remove the value from the dict.
+      const auto value = py::reinterpret_borrow<py::object>(PyDict_GetItem(given.ptr(), plan_.names[h].ptr()));
+      if (value) {
+        by_head.values[h] = (this->*read)(value, {argument, static_cast<int64_t>(h)});
+        ++found;
+      }
+    }
+    require(found == PyDict_Size(given.ptr()), {argument}, "names what is not a head");
+  }
+
+  void read_options(py::handle options, Call& call) {
+    const auto given = [=](Option option) -> py::handle {
+      return PyTuple_GET_ITEM(options.ptr(), static_cast<Py_ssize_t>(option));
+    };
+    const auto is_by_head = [](py::handle value) { return value.is_none() || PyDict_Check(value.ptr()); };
+    const py::handle batch_first = given(Option::batch_first);
+    const py::handle head_weights = given(Option::head_weights), num_entries = given(Option::num_entries);
+    require(PyBool_Check(batch_first.ptr()), {"batch_first"}, "is not a bool");
+    require(is_by_head(head_weights), {"head_weights"}, "is not a dict");
+    require(is_by_head(num_entries), {"num_entries"}, "is not a dict");
+    call.batch_first = batch_first.ptr() == Py_True;
+    steps_ = call.count_steps();
+    read_by_head("step_weights", given(Option::step_weights), call.step_weights, &Reader::step_numbers);
+    const py::handle gradient_scale = given(Option::step_gradient_scale);
+    read_by_head("step_gradient_scale", gradient_scale, call.step_gradient_scale, &Reader::gradient_scale);
+    read_by_head("importance_weights", given(Option::importance_weights), call.importance_weights, &Reader::weights);
+    read_by_head("mask", given(Option::mask), call.mask, &Reader::mask);
+    read_by_head("head_weights", head_weights, call.head_weights, &Reader::head_weight);
+    read_by_head("num_entries", num_entries, call.num_entries, &Reader::num_entries);
+    read_choice("reduction", given(Option::reduction), call.reduction);
+    read_choice("nonfinite", given(Option::nonfinite), call.nonfinite);
+  }
+
+  const Plan& plan_;
+  int64_t steps_ = 0; // T
+};
 
 // The number of a head in [heads], as a tensor without dimensions that shares its memory. It is no view in the sense of
 // autograd, because users never see the base.
@@ -296,6 +272,14 @@ py::dict outputs_to_python(const Plan& plan, const Call& call) {
   return result;
 }
 
+std::vector<std::string> labels_of(const py::dict& heads) {
+  std::vector<std::string> labels;
+  for (const auto& item : heads) {
+    labels.push_back(item.first.cast<std::string>());
+  }
+  return labels;
+}
+
 // Makes a plan whose deleter takes the GIL: its last owner may be a node of the graph that a thread of autograd frees.
 std::shared_ptr<Plan> make_plan(
     py::dict heads, const std::vector<std::string>& names, const std::vector<double>& numbers) {
@@ -306,31 +290,29 @@ std::shared_ptr<Plan> make_plan(
 }
 
 // Computes the loss. `options` is an `Options` of gradscale_ext/call/options.py, whose fields have the order of the C++
-// Options (tests/test_loss_contexts.py checks it). Returns the fields of `MultiStepLossOutput` by name, or None if the
-// fused kernels do not accept the call: an argument is wrong, for which Python then raises the error, or a tensor is of
-// another kind (subclass, transform, device), for which Python has another path.
+// Options (tests/test_loss_contexts.py checks it). Returns the fields of `MultiStepLossOutput` by name, or a Refusal.
 py::object multi_step_loss(
-    const std::shared_ptr<Plan>& plan, py::handle predictions, py::handle targets, py::handle options) {
-  Call call;
-  if (!read_call(*plan, predictions, targets, options, call)) {
-    return py::none();
-  }
-  {
-    py::gil_scoped_release no_gil;
-    at::NoGradGuard no_grad;
-    run(call);
-  }
-  py::dict result = outputs_to_python(*plan, call);
-  if (call.wants_any()) {
-    record_call(std::move(call), plan);
-  }
-  return result;
+    const std::shared_ptr<Plan>& plan, py::handle predictions, py::handle targets, const py::tuple& options) {
+  return answer([&]() -> py::object {
+    require_ordinary_context();
+    Call call = Reader(*plan).read(predictions, targets, options);
+    {
+      py::gil_scoped_release no_gil;
+      at::NoGradGuard no_grad;
+      run(call);
+    }
+    py::dict result = outputs_to_python(*plan, call);
+    if (call.wants_any()) {
+      record_call(std::move(call), plan);
+    }
+    return result;
+  });
 }
 
 } // namespace
 
 Plan::Plan(py::dict heads, const std::vector<std::string>& head_names, const std::vector<double>& numbers)
-    : heads(std::move(heads)), table(head_names, numbers) {
+    : heads(std::move(heads)), table(head_names, numbers, labels_of(this->heads)) {
   for (const auto& item : this->heads) {
     names.push_back(py::reinterpret_borrow<py::object>(item.first));
   }

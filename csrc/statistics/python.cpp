@@ -1,11 +1,9 @@
 // What Python calls in eager mode.
 #include "../formulas/statistics.h"
-#include "../torch/tensor_element.h"
+#include "../torch/gate.h"
 #include "statistics.h"
 
 #include <pybind11/stl.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <optional>
@@ -17,18 +15,31 @@ namespace gradscale {
 
 namespace {
 
-// The loss, or None if the fused pass does not accept these tensors.
-py::object l2_loss_in_eager_mode(std::vector<at::Tensor> parameters, double weight) {
-  if (!ordinary_or_inference_context()) {
-    return py::none();
-  }
-  for (at::Tensor& parameter : parameters) {
-    if (!read_ordinary(at::Tensor(parameter), parameter) || !has_element(parameter) ||
-        parameter.device() != parameters[0].device()) {
-      return py::none();
+// The loss, or a Refusal. A weight that is a tensor is read if it is a constant on the CPU.
+py::object l2_loss_in_eager_mode(const std::vector<py::object>& given, py::handle weight) {
+  return answer([&] {
+    require_ordinary_context();
+    double factor = 0;
+    if (THPVariable_Check(weight.ptr())) {
+      const at::Tensor tensor = read_tensor(weight, [] { return "weight"; });
+      if (!tensor.is_cpu() || tensor.requires_grad()) {
+        throw Refusal{"weight", "is a tensor: write a number, if one is known and needs no gradient"};
+      }
+      factor = tensor.item<double>();
+    } else {
+      factor = weight.cast<double>();
     }
-  }
-  return py::cast(l2_loss(std::move(parameters), weight));
+    std::vector<at::Tensor> parameters;
+    parameters.reserve(given.size());
+    for (const py::object& parameter : given) {
+      const auto words = [&] { return c10::str("parameters[", parameters.size(), "]"); };
+      parameters.push_back(read_floats(parameter, words));
+      if (parameters.back().device() != parameters[0].device()) {
+        throw Refusal{};
+      }
+    }
+    return py::cast(l2_loss(std::move(parameters), factor));
+  });
 }
 
 // (values, counts, histogram), and norms if there are weights, or None if these tensors are not all on one device and

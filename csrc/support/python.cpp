@@ -1,11 +1,9 @@
-// What Python calls in eager mode.
-#include "../torch/tensor_element.h"
+// What Python calls in eager mode: each function returns a result or a Refusal.
+#include "../torch/gate.h"
 #include "support.h"
 
 #include <ATen/core/grad_mode.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <memory>
 #include <string>
@@ -16,46 +14,61 @@ namespace gradscale {
 
 namespace {
 
-// The tensor, if the kernels can read it in this context; otherwise undefined.
-at::Tensor readable(py::handle given) {
-  at::Tensor tensor;
-  const bool is_read = THPVariable_Check(given.ptr()) && ordinary_or_inference_context() &&
-                       read_ordinary(THPVariable_Unpack(given.ptr()), tensor) && has_element(tensor);
-  return is_read ? tensor : at::Tensor();
+at::Tensor read(const char* argument, py::handle given) {
+  return read_floats(given, [=] { return std::string(argument); });
 }
 
-// Decoded values, or None if the fused kernel does not accept these logits.
+void require(bool condition, const char* argument, const at::Tensor& tensor) {
+  if (!condition) {
+    throw Refusal{argument, described(tensor)};
+  }
+}
+
+void require_bins(const OwnedSupport& support, const char* argument, const at::Tensor& tensor) {
+  require(tensor.dim() >= 1 && tensor.size(-1) == support.get().num_bins, argument, tensor);
+}
+
+// Decoded values.
 py::object decode_in_eager_mode(
     const std::shared_ptr<OwnedSupport>& support, const py::object& python_support, py::handle logits) {
-  const at::Tensor tensor = readable(logits);
-  if (!tensor.defined() || tensor.dim() < 1 || tensor.size(-1) != support->get().num_bins) {
-    return py::none();
-  }
-  return py::cast(decode(support, python_support, tensor));
+  return answer([&] {
+    require_ordinary_context();
+    const at::Tensor tensor = read("logits", logits);
+    require_bins(*support, "logits", tensor);
+    return py::cast(decode(support, python_support, tensor));
+  });
 }
 
-// Distributions, or None if a gradient is wanted, or the kernel does not accept these scalars.
+// Distributions. There is no kernel for the gradient.
 py::object encode_in_eager_mode(const std::shared_ptr<OwnedSupport>& support, double sigma_ratio, py::handle scalars) {
-  const at::Tensor tensor = readable(scalars);
-  if (!tensor.defined() || (at::GradMode::is_enabled() && tensor.requires_grad())) {
-    return py::none();
-  }
-  return py::cast(encode(support->get(), sigma_ratio, tensor));
+  return answer([&] {
+    require_ordinary_context();
+    const at::Tensor tensor = read("x", scalars);
+    if (at::GradMode::is_enabled() && tensor.requires_grad()) {
+      throw Refusal{"x", "requires grad: detach() it, if the distributions need no gradient"};
+    }
+    return py::cast(encode(support->get(), sigma_ratio, tensor));
+  });
 }
 
-// Projected probabilities, or None if the kernel does not accept these tensors.
+// Projected probabilities.
 py::object project_in_eager_mode(
     const std::shared_ptr<OwnedSupport>& support, py::handle probabilities, py::handle rewards, py::handle discounts) {
-  const at::Tensor p = readable(probabilities), r = readable(rewards), d = readable(discounts);
-  if (!p.defined() || !r.defined() || !d.defined() || p.dim() < 1 || p.size(-1) != support->get().num_bins ||
-      r.sizes() != p.sizes().slice(0, p.dim() - 1) || d.sizes() != r.sizes() || r.device() != p.device() ||
-      d.device() != p.device()) {
-    return py::none();
-  }
-  py::gil_scoped_release no_gil;
-  at::Tensor result = project(support->get(), p, r, d);
-  py::gil_scoped_acquire gil;
-  return py::cast(std::move(result));
+  return answer([&] {
+    require_ordinary_context();
+    const at::Tensor p = read("probabilities", probabilities);
+    require_bins(*support, "probabilities", p);
+    const auto by_row = [&](const char* argument, py::handle given) {
+      at::Tensor tensor = read(argument, given);
+      require(tensor.sizes() == p.sizes().slice(0, p.dim() - 1) && tensor.device() == p.device(), argument, tensor);
+      return tensor;
+    };
+    const at::Tensor r = by_row("rewards", rewards), d = by_row("discounts", discounts);
+    py::gil_scoped_release no_gil;
+    at::Tensor result = project(support->get(), p, r, d);
+    py::gil_scoped_acquire gil;
+    return py::cast(std::move(result));
+  });
 }
 
 } // namespace

@@ -35,16 +35,13 @@ class Call:
     dtype: torch.dtype
     """Type of the loss: float32, or float64 when a prediction is float64."""
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors, with the words for each in messages."""
-        for what, entries_by_head in (("prediction", self.predictions), ("target", self.targets)):
-            for name, entries in entries_by_head.items():
-                for step, entry in enumerate(entries, start=self.heads[name].first_step):
-                    if entry is not None:
-                        yield _at(name, step, what), entry
-        for argument, by_head in vars(self.weights).items():
-            for name, tensor in by_head.items():
-                yield f"the {argument.replace('masks', 'mask')} of head '{name}'", tensor
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All tensors."""
+        for by_head in (self.predictions, self.targets):
+            for entries in by_head.values():
+                yield from (entry for entry in entries if entry is not None)
+        for weights in vars(self.weights).values():
+            yield from weights.values()
 
     def heads_with_gradient(self) -> list[str]:
         """Names of the heads of which a prediction gets a gradient."""

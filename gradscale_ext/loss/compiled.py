@@ -28,7 +28,7 @@ def can_compile(call: Call) -> bool:
     return (
         _C.ordinary_or_inference_context()
         and forward_ad._current_level < 0
-        and all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for _, tensor in call.tensors())
+        and all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in call.tensors())
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import _context, _distributed, _numbers, reference
-from .._native import _C, DEVICE_TYPES, warn_of_reference
+from .._native import _C, DEVICE_TYPES, Refusal, warn_of_reference
 from ..call.checks import as_dict, check_choice, is_mapping
 from ..call.options import (
     BY_HEAD,
@@ -248,8 +248,11 @@ def _run(
             options = options._replace(**as_given)
     is_eager = plan is not None and impl in ("auto", "fused")
     needs_python = check or process_group is not None or normalize_importance_weights
-    if is_eager and not needs_python and (outputs := _C.multi_step_loss(plan, predictions, targets, options)):
-        return MultiStepLossOutput(**outputs)
+    outputs = None
+    if is_eager and not needs_python:
+        outputs = _C.multi_step_loss(plan, predictions, targets, options)
+        if not isinstance(outputs, Refusal):
+            return MultiStepLossOutput(**outputs)
     if _distributed.mesh_of(predictions, targets, options) is not None:
 
         def call_with(predictions: Any, targets: Any, options: Options) -> MultiStepLossOutput:
@@ -263,8 +266,10 @@ def _run(
     if process_group is not None or normalize_importance_weights:
         call = validate(heads, predictions, targets, options)
         options = for_all_ranks(call, process_group, normalize_importance_weights).options
-    if is_eager and needs_python and (outputs := _C.multi_step_loss(plan, predictions, targets, options)):
-        return MultiStepLossOutput(**outputs)
+    if is_eager and needs_python:
+        outputs = _C.multi_step_loss(plan, predictions, targets, options)
+        if not isinstance(outputs, Refusal):
+            return MultiStepLossOutput(**outputs)
     call = validate(heads, predictions, targets, options)
     if impl == "reference" or (impl == "compiled" and not _context.is_eager()):
         return reference.loss_of(call)
@@ -288,7 +293,7 @@ def _run(
     device = next(iter(call.predictions.values()))[0].device
     if _context.is_eager() and not is_transformed and device.type not in DEVICE_TYPES:
         return _without_kernels(call, predictions, targets, device)
-    warn_of_reference("multi_step_loss", call.tensors())
+    warn_of_reference("multi_step_loss", outputs)
     return reference.loss_of(call)
 
 

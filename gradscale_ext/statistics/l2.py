@@ -8,7 +8,7 @@ import torch
 
 from .. import _context, _numbers, reference
 from .._distributed import is_distributed
-from .._native import _C, warn_of_reference
+from .._native import _C, Refusal, warn_of_reference
 from .passes import listed
 
 
@@ -48,24 +48,14 @@ def l2_loss(parameters: Iterable[torch.Tensor] | torch.nn.Module, weight: float 
             raise TypeError(f"l2_loss: parameters[{index}] must be a floating tensor, but it is {kind}")
     if isinstance(weight, torch.Tensor):
         _numbers.check_scalar("l2_loss: weight", weight)
-        if not _is_number(weight):
-            reason = "is a tensor: write a number, if one is known and needs no gradient"
-            warn_of_reference("l2_loss", [("weight", weight)], reason)
-            return reference.l2_loss(tensors, weight)
-        weight = weight.item()
-    weight = _numbers.real("l2_loss: weight", weight, "a real number or a tensor without dimensions")
+    else:
+        weight = _numbers.real("l2_loss: weight", weight, "a real number or a tensor without dimensions")
     if _context.is_eager():
         loss = _C.l2_loss(tensors, weight)
-        if loss is not None:
+        if not isinstance(loss, Refusal):
             return loss
-        plain = [(f"parameters[{i}]", tensor) for i, tensor in enumerate(tensors) if not is_distributed(tensor)]
-        warn_of_reference("l2_loss", plain)
-    elif tensors and _context.varies(weight):
-        return reference.l2_loss(tensors, _context.as_tensor(weight, tensors[0].device))
+        if not any(map(is_distributed, tensors)):
+            warn_of_reference("l2_loss", loss)
+    elif tensors and not isinstance(weight, torch.Tensor) and _context.varies(weight):
+        weight = _context.as_tensor(weight, tensors[0].device)
     return reference.l2_loss(tensors, weight)
-
-
-def _is_number(weight: torch.Tensor) -> bool:
-    """True for a constant on the CPU, which is read without waiting for a device."""
-    is_constant = weight.device.type == "cpu" and not weight.requires_grad
-    return is_constant and _context.is_eager() and _C.ordinary_or_inference_context() and _C.reads(weight)

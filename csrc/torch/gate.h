@@ -1,0 +1,67 @@
+// The gate of an eager call: it reads what Python gives, and returns a result or a Refusal.
+#pragma once
+
+#include "refusal.h"
+#include "tensor_element.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <string>
+
+namespace gradscale {
+
+// Returns the result of `call`, or its Refusal.
+template <class Function>
+pybind11::object answer(Function call) {
+  try {
+    return call();
+  } catch (const Refusal& refusal) {
+    return pybind11::cast(refusal);
+  }
+}
+
+inline std::string type_of(pybind11::handle given) {
+  return std::string("is of type ") + Py_TYPE(given.ptr())->tp_name;
+}
+
+// What came, for any object.
+inline std::string came(pybind11::handle given) {
+  return THPVariable_CheckExact(given.ptr()) ? described(THPVariable_Unpack(given.ptr())) : type_of(given);
+}
+
+// Refuses transforms and modes, which must see the operators.
+inline void require_ordinary_context() {
+  if (!ordinary_or_inference_context()) {
+    throw Refusal{};
+  }
+}
+
+// A tensor that the kernels read, of any dtype. Call it in ordinary contexts. words() returns the words for the
+// argument in messages.
+template <class Words>
+at::Tensor read_tensor(pybind11::handle given, Words words) {
+  if (!THPVariable_Check(given.ptr())) {
+    throw Refusal{words(), type_of(given)};
+  }
+  at::Tensor tensor;
+  if (!read_ordinary(THPVariable_Unpack(given.ptr()), tensor)) {
+    if (has_tangent(tensor) || !(tensor.is_cpu() || runs_kernels(tensor.device()))) {
+      throw Refusal{};
+    }
+    throw Refusal{words(), type_of(given) + ", not a plain torch.Tensor: convert it"};
+  }
+  return tensor;
+}
+
+// A tensor with an Element.
+template <class Words>
+at::Tensor read_floats(pybind11::handle given, Words words) {
+  at::Tensor tensor = read_tensor(given, words);
+  if (!has_element(tensor)) {
+    throw Refusal{words(), "is " + pybind11::str(given.attr("dtype")).cast<std::string>() + ": write .float()"};
+  }
+  return tensor;
+}
+
+} // namespace gradscale

@@ -1,0 +1,25 @@
+// Why the kernels do not accept a call.
+#pragma once
+
+#include <c10/util/StringUtil.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+
+namespace gradscale {
+
+// Thrown while the arguments of a call are read and checked, before anything is computed. Python gets it in place of a
+// result (gate.h): it raises an error if the argument is wrong, and otherwise computes the call in another way, and
+// says once what makes it slow. A registered operator raises an error.
+struct Refusal {
+  std::string argument; // as messages name it; empty: not an argument, but a transform, a mode, or the device
+  std::string came;     // "is ...", "has ..."
+};
+
+// What came, for a tensor.
+inline std::string described(const at::Tensor& tensor) {
+  return c10::str("is ", tensor.scalar_type(), " of shape ", tensor.sizes(), " on ", tensor.device());
+}
+
+} // namespace gradscale
