@@ -189,6 +189,22 @@ void Call::make_gradients() {
 
 // ---- The pass -------------------------------------------------------------------------------------------------------
 
+void run(Call& call) {
+  const Pass pass = call.begin_pass();
+  std::shared_ptr<const Launches> launches;
+  if (call.on_device) {
+    launches = launch_loss(pass, OnDevice(call.sum_options.device()));
+  } else {
+    compute_loss(pass, call.is_double);
+  }
+  call.end_pass(std::move(launches));
+}
+
+void run_again(const Call& call, const at::Tensor& grad_output) {
+  const Slab incoming = call.slab(grad_output, grad_output.dim() == 0 ? 0 : grad_output.stride(0));
+  launch_again(*call.launches, incoming, OnDevice(call.sum_options.device()));
+}
+
 Pass Call::begin_pass() {
   Pass pass{};
   pass.is_backward = grad_output.defined();

@@ -304,11 +304,14 @@ void run(Call& call);
 // where grad_output is 1, and overwrites them otherwise. Needs `launches`.
 void run_again(const Call& call, const at::Tensor& grad_output);
 
-// ---- On a device ----------------------------------------------------------------------------------------------------
+// ---- On a processor -------------------------------------------------------------------------------------------------
+
+// Computes a pass on a CPU. is_double: the type of losses.
+void compute_loss(const Pass& pass, bool is_double);
 
 class OnDevice;
 
-// Computes losses, except in a backward pass, and gradients where segments have memory for them.
+// Launches a pass on a device: losses, except in a backward pass, and gradients where segments have memory for them.
 std::shared_ptr<const Launches> launch_loss(const Pass& pass, const OnDevice& device);
 
 // Launches the rows of a forward pass again, for a grad_output.

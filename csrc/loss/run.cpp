@@ -1,6 +1,5 @@
-// Runs a call on a CPU or a device.
+// Runs a pass on a CPU.
 #include "../cpu/scratch.h"
-#include "../cuda/driver.h"
 #include "call.h"
 
 #include <ATen/Parallel.h>
@@ -206,21 +205,9 @@ void reduce(const Pass& pass) {
 
 } // namespace
 
-void run(Call& call) {
-  const Pass pass = call.begin_pass();
-  std::shared_ptr<const Launches> launches;
-  if (call.on_device) {
-    launches = launch_loss(pass, OnDevice(call.sum_options.device()));
-  } else {
-    run_rows(pass);
-    call.is_double ? reduce<double>(pass) : reduce<float>(pass);
-  }
-  call.end_pass(std::move(launches));
-}
-
-void run_again(const Call& call, const at::Tensor& grad_output) {
-  const Slab incoming = call.slab(grad_output, grad_output.dim() == 0 ? 0 : grad_output.stride(0));
-  launch_again(*call.launches, incoming, OnDevice(call.sum_options.device()));
+void compute_loss(const Pass& pass, bool is_double) {
+  run_rows(pass);
+  is_double ? reduce<double>(pass) : reduce<float>(pass);
 }
 
 } // namespace gradscale
