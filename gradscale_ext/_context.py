@@ -142,13 +142,11 @@ def operand(number: float, x: torch.Tensor) -> Any:
     return number if is_eager() or not varies(number) else as_tensor(number, x.device, x.dtype)
 
 
+@in_eager_mode("a call causes a warning: call it once outside of a function with fullgraph=True to read it")
 def warn(message: str) -> None:
-    """Warn at the line of the user: the last frame that is neither of this package nor of PyTorch. While torch.compile
-    traces, there is no such frame."""
-    level, frame = 1, sys._getframe() if is_eager() else None
-    while (
-        frame and frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("gradscale_ext", "torch")
-    ):
+    """Warn at the line of the user: the last frame that is neither of this package nor of PyTorch."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("gradscale_ext", "torch"):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
 
