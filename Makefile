@@ -1,5 +1,6 @@
 # make demo      train the example agent          make demo GAME=tictactoe SEED=1
-# make test      run the tests; the slow tests, which .ci/run slow runs, and make native are not included
+# make test      run the tests, except those of make compiled and make native, and the slow ones, which .ci/run slow runs
+# make compiled  run the tests that compile functions with torch.compile
 # make native    after a change to C++: run the kernels in guarded memory (the CUDA kernels in a simulator), and check
 #                that injected faults are found
 # make simulated  run the tests of the CUDA kernels in a simulator on the CPU, which also reports races
@@ -34,7 +35,7 @@ VERSIONS ?= 2.11.0 2.15.0
 PYTHONS ?= 3.10 3.11 3.12 3.13 3.14
 SEED ?= 0
 GAME ?= cartpole
-PYTEST_OPTIONS ?= -m "not slow"
+PYTEST_OPTIONS ?= -m "not slow and not compiled"
 PYTEST_WORKERS ?= auto
 RESULTS ?= bench/results
 MINUTES ?= 9
@@ -53,7 +54,7 @@ CXX_FILES := $(shell find csrc tests/native tests/ptx -name '*.cu' -o -name '*.c
 
 TIDIED = $(patsubst %.cpp,$(VENV)/tidy/%.ok,$(shell cat $(VENV)/tidy/units 2> /dev/null))
 
-.PHONY: demo test native simulated sanitized fuzz versions bench recipes matrix curves docs drawings lint tidy gpu cuda-check wheels format clean force
+.PHONY: demo test compiled native simulated sanitized fuzz versions bench recipes matrix curves docs drawings lint tidy gpu cuda-check wheels format clean force
 
 demo: $(VENV)/examples $(VENV)/minatar
 	$(BIN)/python examples/muzero/train.py --game $(GAME) --seed $(SEED)
@@ -65,6 +66,9 @@ PYTEST = MALLOC_PERTURB_=165 TORCHINDUCTOR_CACHE_DIR=$$PWD/$(VENV)/inductor \
 
 test: $(VENV)/examples $(VENV)/minatar $(VENV)/pytest $(VENV)/clients $(VENV)/nvrtc $(VENV)/driver.so
 	$(PYTEST) $(PYTEST_OPTIONS)
+
+compiled: $(VENV)/examples $(VENV)/pytest
+	$(PYTEST) -m "compiled and not slow"
 
 native: $(VENV)/pytest $(VENV)/nvrtc $(VENV)/driver.so
 	$(PYTEST) tests/native
@@ -97,7 +101,7 @@ simulated: $(VENV)/pytest $(VENV)/nvrtc $(VENV)/driver.so
 BASELINE := -DGRADSCALE_X86_VARIANTS=0
 
 # Tests of the kernels, and of the C++ code's use of tensors, lists of tensors and threads. Tests that run a compiler
-# have the marker "untraced", and are excluded, because the compiler would run under the sanitizers.
+# have the marker "compiled", and are excluded, because the compiler would run under the sanitizers.
 SANITIZED := autograd captured_step flow flow_nonlinear loss n_step_transitions normalization returns td_steps statistics support tensors
 SANITIZERS := -fsanitize=address,undefined,float-cast-overflow -fno-sanitize=vptr -fno-sanitize-recover=all
 PRELOADED := libasan.so libubsan.so libstdc++.so.6
@@ -111,7 +115,7 @@ $(VENV)/sanitized/built: $(VENV)/installed $(SOURCES) $(wildcard gradscale_ext/*
 sanitized: $(VENV)/sanitized/built $(VENV)/pytest
 	LD_PRELOAD="$(foreach library,$(PRELOADED),$(shell $(CC) -print-file-name=$(library)))" PYTHONPATH=$(VENV)/sanitized/lib \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	  $(BIN)/pytest -n $(PYTEST_WORKERS) --dist=loadgroup -m "not untraced" $(SANITIZED:%=tests/test_%.py) tests/fuzz
+	  $(BIN)/pytest -n $(PYTEST_WORKERS) --dist=loadgroup -m "not compiled" $(SANITIZED:%=tests/test_%.py) tests/fuzz
 
 # MINUTES has another default here, and SEED is only used if it is given: its default is for the example agent.
 fuzz: MINUTES := 30

@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    if item.get_closest_marker("untraced") is None:
+    if item.get_closest_marker("compiled") is None:
         return (yield)
     tracer = sys.gettrace()
     sys.settrace(None)

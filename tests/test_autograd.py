@@ -269,7 +269,7 @@ def test_inputs_that_require_grad_later_get_no_gradient():
 # ---- Compiled autograd ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", ["loss", "operator", "decode", "l2_loss"])
 def test_compiled_autograd_raises_with_a_remedy(name):
     x = data()

@@ -382,7 +382,7 @@ def test_reduce_multi_step():
     assert gs.reduce_multi_step(losses, mask=mask, check=True).loss == 2.5
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 def test_contexts_without_values_raise():
     losses = torch.ones(2, 3)
 

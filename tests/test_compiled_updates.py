@@ -18,7 +18,7 @@ from torch.torch_version import TorchVersion
 import gradscale_ext as gs
 from gradscale_ext import GradientMonitor, _context
 
-pytestmark = pytest.mark.untraced
+pytestmark = pytest.mark.compiled
 #: torch.compile cannot format an object, nor vmap a view of another dtype.
 IS_EARLIER = TorchVersion(torch.__version__) < "2.13.0a0"
 INDUCTOR = os.environ.get("GRADSCALE_TEST_BACKEND", "inductor")

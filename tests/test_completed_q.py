@@ -155,7 +155,7 @@ def test_a_target_of_the_policy_head():
     torch.testing.assert_close(prediction.grad, given[0].softmax(-1) - target)
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_policies(backend):
     given = spoilt(data(), NAN)
@@ -167,7 +167,7 @@ def test_compiled_policies(backend):
     torch.testing.assert_close(compiled(*singles), wanted.float(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 def test_numbers_that_change_do_not_recompile():
     def policy(*arguments: Any) -> Tensor:
         given, (offset, scale, eps) = arguments[:4], arguments[4:]
@@ -178,7 +178,7 @@ def test_numbers_that_change_do_not_recompile():
     assert graphs_of(gs.completed_q_policy, [tuple(data(batch=batch)) for batch in (8, 9, 10, 11)]) <= 2
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 def test_contexts():
     given, wanted = data(), by_definition(data())
     traced = make_fx(lambda *given: gs.completed_q_policy(*given))(*given)

@@ -168,7 +168,7 @@ SCHEDULED = {
 }
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", SCHEDULED)
 def test_a_schedule_compiles_at_most_twice(name):
     """torch.compile compiles once for the first number, as a constant, and once for all other numbers."""

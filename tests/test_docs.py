@@ -27,7 +27,6 @@ def test_there_are_snippets():
     assert len(SNIPPETS) > 40
 
 
-@pytest.mark.untraced
 @pytest.mark.xdist_group("docs")  # one process imports the optional packages once
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("snippet", SNIPPETS)

@@ -258,6 +258,7 @@ def _kernels(function) -> tuple[list[str], str]:
     return [line for code in codes for line in code.splitlines() if " = async_compile.cpp" in line], "\n".join(codes)
 
 
+@pytest.mark.compiled
 @pytest.mark.any_version
 def test_inductor_fuses_scale_gradient_with_its_neighbours():
     """Forward and backward have as many kernels as without the operator, and do not call it by name."""
@@ -480,7 +481,7 @@ def _check_structure(make, tensors, function):
     return given, result
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_structures_are_preserved(name, compiled):
@@ -678,7 +679,7 @@ COMPILED_AUTOGRAD = {
 }
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

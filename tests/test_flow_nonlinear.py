@@ -409,6 +409,7 @@ def test_a_schedule_does_not_recompile(name):
 NORM_TYPES = [2.0, 1.0, 3.0, 0.5, 1.5, 2.0, 300.0, 5000.0, INF, 0.1, *(1 + k / 8 for k in range(10))]
 
 
+@pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize(
@@ -625,7 +626,7 @@ COUNTED_CALLS = (
 )
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("calls", "backend"),

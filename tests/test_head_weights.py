@@ -270,6 +270,7 @@ def test_transforms_of_head_weights():
     torch.testing.assert_close(torch.func.hessian(loss)(x), expected)  # exp is its own derivative
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("impl", ["fused", "compiled"])
 def test_numbers_that_change_do_not_compile_again(impl, fresh_compiler):
     """The first change makes the number a variable of the graph."""
@@ -294,6 +295,7 @@ def test_numbers_that_change_do_not_compile_again(impl, fresh_compiler):
     assert fresh_compiler.frame_count <= 2
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_weights_that_pytorch_negates_lazily(backend):
     predictions = {"a": [torch.ones(3), torch.ones(3)]}

@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 import gradscale_ext as gs
 from gradscale_ext import _build
 
-pytestmark = pytest.mark.untraced
+pytestmark = pytest.mark.compiled
 
 Tensors = dict[str, torch.Tensor]
 

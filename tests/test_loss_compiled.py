@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 import gradscale_ext as gs
 from gradscale_ext.loss import compiled, multi_step
 
-pytestmark = pytest.mark.untraced
+pytestmark = pytest.mark.compiled
 OWN = {"own": gs.PerStepLoss()}
 FEW = {name: HEADS[name] for name in ("distance", "features")}
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import gradscale_ext as gs
 from gradscale_ext.call.options import BY_HEAD, Options
 
-pytestmark = pytest.mark.untraced
+pytestmark = pytest.mark.compiled
 
 STEPS, BATCH = 3, 4
 WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 0.25], dtype=torch.float64)

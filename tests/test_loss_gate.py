@@ -153,7 +153,7 @@ def test_what_is_no_sequence_of_numbers(impl):
             gs.multi_step_loss(HEADS, *arguments(), step_weights=given, impl=impl)
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 @pytest.mark.parametrize("impl", ["fused", "compiled", "reference"])
 def test_negative_step_weights(impl, quickly_compiled):
     """A number is checked in every call, a tensor only with check=True. A gradient scale may be negative."""
@@ -182,7 +182,7 @@ def test_negative_step_weights(impl, quickly_compiled):
         gs.multi_step_loss(heads, predictions, targets, step_weights=weights, impl=impl, check=True)
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 def test_negative_step_weights_while_compiling():
     predictions, targets = arguments(FEW)
     function = torch.compile(
@@ -389,7 +389,7 @@ def made_in_inference_mode(x):
     return x.clone()
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("impl", "create_graph"),
     [("fused", False), ("fused", True), ("compiled", False), ("reference", False), ("reference", True)],

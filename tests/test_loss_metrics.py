@@ -68,7 +68,7 @@ def test_largest_logit_next_to_logits_that_are_not_finite(illegal, width, impl):
     assert out.max_abs_logit["a"] == 5
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 @pytest.mark.parametrize(("impl", "only_metrics"), [("auto", False), ("auto", True), ("reference", False)])
 def test_compiled_graphs(impl, only_metrics):
     """The loss compiles into one graph, even if the graph returns nothing that has a gradient."""
@@ -92,7 +92,7 @@ def test_compiled_graphs(impl, only_metrics):
         out.loss.backward()
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 def test_exported_programs():
     heads = {name: ALL_HEADS[name] for name in ("value", "policy")}
     predictions, targets = arguments(heads=heads)
@@ -109,7 +109,7 @@ def test_exported_programs():
     assert largest == eager.max_abs_logit
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 def test_transforms():
     """The norms are right inside `torch.func.grad`, under `torch.vmap` and in forward mode."""
     heads = {name: ALL_HEADS[name] for name in ALL_HEADS if name not in ("classes", "smooth_classes")}

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import gradscale_ext as gs
 from gradscale_ext.loss import compiled
 
-pytestmark = pytest.mark.untraced
+pytestmark = pytest.mark.compiled
 
 #: One head of each kind, with all its steps.
 HEADS = {head.kind: dataclasses.replace(head, first_step=0) for head in ALL_HEADS.values()}

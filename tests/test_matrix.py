@@ -6,7 +6,7 @@ import contexts
 import pytest
 from contexts import CASES, HAND_WRITTEN, RETURNS, Case, contexts_here, judge
 
-pytestmark = pytest.mark.untraced
+pytestmark = pytest.mark.compiled
 
 COMPILED = {"compile", "compile dynamic", "compile(func.grad)", "compile(vmap(grad))", "compile(jvp)", "export"}
 FORWARD_MODE = {"func.jvp", "jacfwd", "hessian", "forward_ad", "compile(jvp)"}

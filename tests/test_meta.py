@@ -155,7 +155,7 @@ def _compared(function, *tensors):
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", SUPPORTS)
 def test_supports_in_compiled_functions(name):
     num_bins = SUPPORTS[name]().num_bins
@@ -168,7 +168,7 @@ def test_supports_in_compiled_functions(name):
     _compared(lambda x: x * SUPPORTS[name]().centers(), logits)
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", ALL_HEADS)
 def test_heads_in_compiled_functions(name):
     head = ALL_HEADS[name]
@@ -189,7 +189,7 @@ def vars_of(support):
     return {field: getattr(support, field) for field in ("minimum", "maximum", "num_bins", "transform", "eps", "space")}
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", MODULES)
 def test_modules_in_compiled_functions(name):
     x = torch.randn(3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -201,7 +201,7 @@ class Decoding(torch.nn.Module):
         return gs.Support.dreamer_v3().decode(logits)
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 @pytest.mark.parametrize("strict", [True, False])
 def test_supports_in_exported_programs(strict):
     torch._dynamo.reset()

@@ -246,7 +246,6 @@ def learn(training, steps):
 
 
 @pytest.mark.slow
-@pytest.mark.untraced
 def test_killed_actors_are_replaced(begin, tmp_path):
     import ray
 
@@ -274,7 +273,6 @@ def test_killed_actors_are_replaced(begin, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.untraced
 def test_a_damaged_replay_buffer_is_an_error(begin, tmp_path):
     from configuration import RunError
 

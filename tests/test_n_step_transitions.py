@@ -284,7 +284,7 @@ def test_vmap():
     assert_same(gradients(rewards).unbind(), [expected] * 4)
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_compiled(backend, dynamic):
@@ -308,7 +308,7 @@ def test_compiled(backend, dynamic):
     assert count.frame_count <= 2
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 def test_other_contexts():
     data = random_data(5, 3, 6, dtype=torch.float32)
     expected = call(data)

@@ -278,7 +278,7 @@ def test_a_tracer_sees_no_cut(dtype):
     assert not gs.diagnose_gradients(loss, model, tracer=tracer).findings
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_compiled_standardize(masked, backend):
@@ -304,20 +304,20 @@ def gs_standardize(x: Tensor, mask: Tensor | None) -> Tensor:
     return gs.standardize(x, mask=mask)
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 def test_an_eps_that_changes_does_not_recompile():
     x, mask = data()
     calls = [(x, mask, eps) for eps in (1e-8, 0.1, 0.2, 0.3, 0.4)]
     assert graphs_of(lambda x, mask, eps: gs.standardize(x, mask=mask, eps=eps), calls) <= 2
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 def test_shapes_that_change_compile_twice():
     calls = [data((rows, 4)) for rows in (5, 6, 7, 8)]
     assert graphs_of(gs_standardize, calls) <= 2
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 def test_standardize_in_contexts():
     x, mask = data()
     x = spoilt(x, mask, NAN)
@@ -491,7 +491,7 @@ def test_copies_and_states_of_a_return_scale():
     assert (float(built.scale), float(built.offset), int(built.num_updates)) == (1.0, 0.0, 0)
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("debias", [False, True])
 def test_compiled_return_scale(debias, backend):
@@ -509,7 +509,7 @@ def test_compiled_return_scale(debias, backend):
     torch.testing.assert_close(compiled(returns * 9, mask), eager.scale, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 def test_return_scale_in_contexts():
     returns, mask = data(dtype=torch.float32)
     ((wanted, offset),) = running_scales([(returns, mask)], decay=0.5)

@@ -45,7 +45,7 @@ def part_of(value: Any, part: slice) -> Any:
     return value[part] if isinstance(value, Tensor) else value
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("kind", "impl", "reduction"),
     [
@@ -78,7 +78,7 @@ def test_micro_batches_add_up_to_the_batch(kind, impl, reduction):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_every_output(reduction, impl):
@@ -148,7 +148,7 @@ def test_transforms():
         assert loss(x.clone(), torch.tensor(3)) == 7
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 @pytest.mark.parametrize("impl", ["fused", "compiled"])
 @pytest.mark.parametrize("kind", [int, float, torch.tensor])
 def test_counts_that_change_do_not_compile_again(kind, impl, fresh_compiler):  # noqa: F811

@@ -80,7 +80,7 @@ def test_dtypes_and_views(steps):
     assert not gs.priorities(leaf, targets, steps=steps, mask=mask).requires_grad
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 @pytest.mark.parametrize("steps", STEPS)
 def test_contexts(steps):
     expected, targets, mask = data(2)
@@ -132,7 +132,7 @@ def test_check_refuses_nan(batch_first, value):
             gs.priorities(**everywhere, check=True)
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 def test_check_needs_values():
     expected, targets, mask = data()
 

@@ -344,7 +344,7 @@ def test_batched_gradients(function, observations):
     torch.testing.assert_close(hessian, torch.func.hessian(cubes)(inputs[0]))
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 def test_numbers_that_change_do_not_recompile():
     data = random_data(4, 3, 6, dtype=torch.float32)
     count = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -362,7 +362,7 @@ def test_numbers_that_change_do_not_recompile():
     assert count.frame_count <= 2
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize(
     ("function", "varying"),
@@ -961,7 +961,7 @@ def test_a_copy_of_a_tensor_made_in_inference_mode_is_saved():
     assert_same(torch.autograd.grad(result.sum(), rewards), expected)
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 def test_torch_compile_refuses_to_save_a_tensor_made_in_inference_mode():
     """torch.compile saves inputs of its graph itself, and its error says to clone them. A clone works."""
     data = random_data(37, 2, 5)
@@ -1261,7 +1261,7 @@ def test_a_length_out_of_range_raises_on_a_cpu(length, module):
         windows(module, lengths=torch.tensor([9, 3, 9, length])[1::2], terminated=torch.tensor([True, False]))
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 def test_lengths_out_of_range_are_clamped_where_there_are_no_values():
     wrong, right = torch.tensor([30, -3]), torch.tensor([3, 0])
     terminated = torch.tensor([True, False])
@@ -1393,7 +1393,7 @@ def test_check_accepts_nan_that_no_target_reads(module):
 
 
 @pytest.mark.parametrize("module", [gs, gs.reference])
-@pytest.mark.untraced
+@pytest.mark.compiled
 def test_check_needs_values(module):
     rewards = torch.arange(6.0).view(2, 3)
 

@@ -481,7 +481,7 @@ def test_values_of_a_projection(dtype):
     assert support.project(p[:0], rewards[:0], discounts[:0], check=True).shape == (0, 7, 11)
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 def test_check_needs_values():
     support, x = gs.Support(-5, 5, 11), torch.randn(7, 11)
     calls = {

@@ -136,7 +136,7 @@ def test_vmap():
     assert_same([field[1] for field in results], expected, rtol=0, atol=0)
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 @SHAPES
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
 def test_compiled_calls_do_not_recompile(backend, shape):
@@ -154,7 +154,7 @@ def test_compiled_calls_do_not_recompile(backend, shape):
     assert count.frame_count == 1
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 def test_other_contexts():
     data, td_steps = window_data(), horizons((9, 6))
 

@@ -75,6 +75,7 @@ def eager_loss(network: MuZeroNetwork) -> Callable[..., Tensor]:
     return lambda batch, decay, scale: loss_of(network, loss_function, batch, decay, scale)[0]
 
 
+@pytest.mark.compiled
 def test_compiled_without_graph_breaks_and_recompilations():
     """Forty steps with schedules: one graph, and a second one when PyTorch sees that numbers vary."""
     truth = train(40, eager_loss(network := make_network()), network)

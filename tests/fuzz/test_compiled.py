@@ -32,7 +32,7 @@ def operator_cases(draw: st.DrawFn) -> test_flow.Case:
     )
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 @fuzz(operator_cases(), examples=6)
 def test_compiled_operators(case: test_flow.Case) -> None:
     torch._dynamo.reset()
@@ -57,7 +57,7 @@ def loss_cases(draw: st.DrawFn) -> test_loss.Case:
     return dataclasses.replace(case, heads=heads, context="compile", weights_layout="contiguous")
 
 
-@pytest.mark.untraced
+@pytest.mark.compiled
 @fuzz(loss_cases(), examples=4)
 def test_compiled_loss(case: test_loss.Case) -> None:
     torch._dynamo.reset()
