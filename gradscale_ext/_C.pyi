@@ -1,5 +1,5 @@
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -9,6 +9,7 @@ functions_over_trajectories: dict[str, int]
 class Refusal:
     argument: str
     came: str
+    def __bool__(self) -> Literal[False]: ...
 
 class Plan:
     def __init__(self, heads: dict[str, Any], names: Sequence[str], numbers: Sequence[float]) -> None: ...
@@ -80,7 +81,7 @@ histogram_first_edge: int
 
 def tensor_statistics(
     gradients: Sequence[Tensor | None], p: float, weights: Sequence[Tensor | None] | None = None, rows: bool = False
-) -> tuple[Tensor, ...] | None: ...
+) -> tuple[Tensor, ...] | Refusal: ...
 def clip_gradients(
     parameters: Any, p: float, max_norm: float | Tensor, skip_nonfinite: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None: ...

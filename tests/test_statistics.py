@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import gradscale_ext as gs
 from gradscale_ext import reference
@@ -682,3 +683,17 @@ def test_a_complex_number_with_an_infinite_part_is_infinite(dtype):
     gradient = torch.tensor([complex("inf+nanj"), complex("nan+0j"), 3 + 4j], dtype=dtype)
     for statistics in (gs.gradient_statistics([gradient]), gs.gradient_statistics([gradient.conj()])):
         assert (statistics.infs.item(), statistics.nans.item(), statistics.norm.item()) == (1, 1, 5.0)
+
+
+def test_a_gradient_that_the_kernels_do_not_accept_is_named_once():
+    gs._context.say_once.cache_clear()
+    x = torch.tensor([3.0, 4.0])
+    words = r"^gradient_statistics: a gradient is not a plain torch.Tensor \(it is Float of shape \[2\] on cpu\)"
+    with pytest.warns(UserWarning, match=words) as caught:
+        found = gs.gradient_statistics([TwoTensor(x, x)])
+    assert caught[0].filename == __file__
+    assert torch.equal(found.norm.a, torch.tensor([5.0]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gs.gradient_statistics([TwoTensor(x, x)])
+        torch.func.vmap(lambda row: gs.gradient_statistics([row]).norm)(x[None])

@@ -42,43 +42,53 @@ py::object l2_loss_in_eager_mode(const std::vector<py::object>& given, py::handl
   });
 }
 
-// (values, counts, histogram), and norms if there are weights, or None if these tensors are not all on one device and
-// accepted by the kernels. A weight is None if its gradient needs no norms.
+// Refuses a tensor that the kernels do not accept. Python splits lists of tensors on several devices.
+void require_gradient(const at::Tensor& tensor, const char* argument, c10::Device device) {
+  if (tensor.device() != device || !(tensor.is_cpu() || runs_kernels(device))) {
+    throw Refusal{};
+  }
+  if (!ordinary_gradient(tensor)) {
+    throw Refusal{argument, "is not a plain torch.Tensor (it " + described(tensor) + "): convert it"};
+  }
+}
+
+// (values, counts, histogram), and norms if there are weights, or a Refusal. A weight is None if its gradient needs no
+// norms.
 py::object statistics_in_eager_mode(
     const OptionalTensors& gradients, double p, const std::optional<OptionalTensors>& weights, bool rows) {
   TORCH_CHECK(
       !weights || (p == 2 && weights->size() == gradients.size()),
       "tensor_statistics: weights need p = 2 and one gradient each");
-  const at::Tensor* first = nullptr;
-  for (size_t i = 0; i < gradients.size(); ++i) {
-    const std::optional<at::Tensor>& gradient = gradients[i];
-    if (gradient) {
-      first = first == nullptr ? &*gradient : first;
-      if (!ordinary_gradient(*gradient) || gradient->device() != first->device()) {
-        return py::none();
+  return answer([&]() -> py::object {
+    if (!ordinary_context()) {
+      throw Refusal{};
+    }
+    const at::Tensor* first = nullptr;
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      const std::optional<at::Tensor>& gradient = gradients[i];
+      if (gradient) {
+        first = first == nullptr ? &*gradient : first;
+        require_gradient(*gradient, "a gradient", first->device());
+      }
+      if (weights && (*weights)[i]) {
+        const at::Tensor& weight = *(*weights)[i];
+        if (!gradient || gradient->layout() != at::kStrided || weight.layout() != at::kStrided ||
+            weight.sizes() != gradient->sizes()) {
+          throw Refusal{};
+        }
+        require_gradient(weight, "a parameter", gradient->device());
       }
     }
-    if (weights && (*weights)[i]) {
-      const at::Tensor& weight = *(*weights)[i];
-      if (!gradient || !ordinary_gradient(weight) || gradient->layout() != at::kStrided ||
-          weight.layout() != at::kStrided || weight.device() != gradient->device() ||
-          weight.sizes() != gradient->sizes()) {
-        return py::none();
-      }
+    const auto [values, counts, histogram, norms] = tensor_statistics(gradients, p, weights, rows);
+    if (weights) {
+      return py::make_tuple(values, counts, histogram, norms);
     }
-  }
-  if (!ordinary_context()) {
-    return py::none();
-  }
-  const auto [values, counts, histogram, norms] = tensor_statistics(gradients, p, weights, rows);
-  if (weights) {
-    return py::make_tuple(values, counts, histogram, norms);
-  }
-  return py::make_tuple(values, counts, histogram);
+    return py::make_tuple(values, counts, histogram);
+  });
 }
 
 // The gradients of a list of parameters, or nothing if the list is unusual: with other classes than PyTorch's own, a
-// tensor twice, or a gradient that the kernels do not accept.
+// tensor twice, or a gradient that the kernels do not accept. Python then clips in several passes.
 std::optional<OptionalTensors> usual_gradients(py::handle parameters) {
   if (!PyList_CheckExact(parameters.ptr()) || !ordinary_context()) {
     return std::nullopt;

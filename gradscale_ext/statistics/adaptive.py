@@ -53,7 +53,7 @@ class AdaptiveClipping:
         if self._process_group is None:
             self._parts, self._weights = self._gradients, [parameter for _, parameter in self._named]
             self._groups = [list(range(len(self._named)))]
-            if (found := self._by_kernels(self._groups[0])) is not None:
+            if found := self._by_kernels(self._groups[0]):
                 self._units = UnitNorms(found[3], {})
                 return found[:3]
         return self._in_groups()

@@ -231,7 +231,7 @@ def gradient_statistics(tensors: Tensors, names: Sequence[str] | None = None) ->
             f"gradient_statistics: expected one name for each of {len(gradients)} tensors, but got {len(names)}"
         )
     parts = by_kernels(gradients, 2.0)
-    if parts is None:
+    if not parts:
         for index, gradient in enumerate(gradients):
             if gradient is not None:
                 _check("gradient_statistics", f"tensors[{index}]", gradient)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import _context, reference
-from .._native import _C, DEVICE_TYPES, is_ordinary
+from .._native import _C, DEVICE_TYPES, is_ordinary, warn_of_reference
 from . import operators
 from .shards import local_part, merged_over_groups
 
@@ -24,7 +24,7 @@ def are_plain(tensors: Sequence[object]) -> bool:
 
 def by_kernels(gradients: Gradients, p: float, weights: Gradients | None = None, rows: bool = False) -> Any:
     """Statistics by the fused pass and, if there are weights, norms `[2, U]` of the units of gradients and weights.
-    None if the pass does not accept these tensors."""
+    None or a false `Refusal` if the pass does not accept these tensors."""
     if not _context.shows_operators():
         try:
             return _C.tensor_statistics(gradients, p, weights, rows)
@@ -70,13 +70,17 @@ def listed(function: str, argument: str, tensors: Iterable[Any]) -> list[Any]:
 
 
 def on_one_device(gradients: Gradients, p: float) -> reference.Statistics:
-    return by_kernels(gradients, p) or reference.tensor_statistics(gradients, p)
+    found = by_kernels(gradients, p)
+    if not found:
+        warn_of_reference("gradient_statistics", found)
+        return reference.tensor_statistics(gradients, p)
+    return found  # type: ignore[no-any-return]
 
 
 def statistics_of(
     gradients: Gradients, p: float, process_group: torch.distributed.ProcessGroup | None
 ) -> reference.Statistics:
-    if process_group is None and (statistics := by_kernels(gradients, p)) is not None:
+    if process_group is None and (statistics := by_kernels(gradients, p)):
         return statistics  # type: ignore[no-any-return]
     parts = [gradient if gradient is None else local_part(gradient) for gradient in gradients]
     members = members_by(lambda index: _device_of(parts[index]), len(parts))
