@@ -117,7 +117,7 @@ struct LaneLoss {
 // bins with mass again, with one lane per row, or several if the warp has few rows.
 template <class Shape, class Bins, bool smooths>
 class BinsLoss : public Shape, public BinSums, public LaneLoss {
-  using Entropy = CrossEntropy<float, 0>;
+  using RowFormula = CrossEntropy<float, 0>;
 
  public:
   using typename Shape::Gradient, typename Shape::Logit, typename Shape::Packets, typename Shape::Values;
@@ -143,10 +143,11 @@ class BinsLoss : public Shape, public BinSums, public LaneLoss {
   GRADSCALE_DEVICE void gradient(
       const float (&sums)[kSums], const Packets& packets, Values& e, const Values&, const Values&) const {
     const float c = held_by<Shape::kLanes>(holder, coefficient);
-    const auto factors = Entropy::factors({sums[kSum], 1, 0, 0}, approximate_reciprocal(sums[kSum]), c);
+    const auto factors = RowFormula::factors({sums[kSum], 1, 0, 0}, approximate_reciprocal(sums[kSum]), c);
 #pragma unroll
     for (float& value : e) {
-      value = smooths ? Entropy::gradient(factors, value, smoothing.everywhere) : Entropy::gradient(factors, value);
+      value =
+          smooths ? RowFormula::gradient(factors, value, smoothing.everywhere) : RowFormula::gradient(factors, value);
     }
     if (!smooths && !(std::abs(c) < INFINITY)) { // rarely: 0 * inf outside of the row must not reach the squares
 #pragma unroll
@@ -172,7 +173,7 @@ class BinsLoss : public Shape, public BinSums, public LaneLoss {
     float square = results.square;
     finish_bins(results.maximum, inverse_sum, to, correct, square);
     const float value = decoded_moment(2 * sums[kMoment] * inverse_sum, support());
-    store(Entropy{}.loss({sums[kSum], 1, 0, correct}), value, results.largest_logit, square);
+    store(RowFormula{}.loss({sums[kSum], 1, 0, correct}), value, results.largest_logit, square);
   }
 
  private:
@@ -213,7 +214,7 @@ class BinsLoss : public Shape, public BinSums, public LaneLoss {
     const Exponent exponent(from_lane(own_maximum, lane));
     const float inverse_sum = from_lane(own_inverse_sum, lane);
     const float c = from_lane(coefficient, lane);
-    const typename Entropy::Factors factors{1, inverse_sum, inverse_sum, 0};
+    const typename RowFormula::Factors factors{1, inverse_sum, inverse_sum, 0};
     const bool is_counted = counts(lane);
     float correct = 0, square = 0;
     if (index < warp.count) {
@@ -223,10 +224,10 @@ class BinsLoss : public Shape, public BinSums, public LaneLoss {
       Gradient* const gradient = to.row(index);
       bins.for_each_of(warp.lane - (index << lanes_shift), lanes_shift, [&](int32_t bin, float mass) {
         const float d = exponent.difference(to_accumulate(x[bin]));
-        correct += Entropy::correct(mass * smoothing.share, d) * exponent.unit();
+        correct += RowFormula::correct(mass * smoothing.share, d) * exponent.unit();
         if constexpr (Shape::kWantsGradient) {
           const float t = smooths ? smoothing.smoothed(mass) : mass;
-          const float value = c * Entropy::gradient(factors, Exponent::exponential(d), t);
+          const float value = c * RowFormula::gradient(factors, Exponent::exponential(d), t);
           square += value * value;
           gradient[bin] = from_accumulate<Gradient, float>(is_counted ? value : 0.0f);
         }
@@ -248,12 +249,12 @@ class BinsLoss : public Shape, public BinSums, public LaneLoss {
 template <class Shape, int options>
 class PolicyLoss : public Shape, public LaneLoss {
   static constexpr bool kIsClass = !Shape::kHasTargets, kSmooths = (options & kSmoothing) != 0;
-  using Entropy = CrossEntropy<float, options>;
+  using RowFormula = CrossEntropy<float, options>;
 
  public:
   using typename Shape::Gradient, typename Shape::Packets, typename Shape::Values;
-  static constexpr int kSums = Entropy::kSums, kRowSums = Entropy::kHasEntropy ? 3 : 2;
-  static constexpr bool kKeepsDifferences = Entropy::kHasEntropy;
+  static constexpr int kSums = RowFormula::kSums, kRowSums = RowFormula::kHasEntropy ? 3 : 2;
+  static constexpr bool kKeepsDifferences = RowFormula::kHasEntropy;
 
   GRADSCALE_DEVICE PolicyLoss(const BlockOfRows& block, const RowsOfWarp& warp)
       : LaneLoss(block, warp, kSmooths, Shape::kWidth), entropy_weight_(static_cast<float>(block.head.entropy_weight)) {
@@ -266,7 +267,7 @@ class PolicyLoss : public Shape, public LaneLoss {
 
   GRADSCALE_DEVICE void begin_row(int row_holder, const Packets&, const Exponent& exponent) {
     holder = row_holder;
-    row_entropy_ = {entropy_weight_ * exponent.unit()};
+    row_formula_ = {entropy_weight_ * exponent.unit()};
     if constexpr (kIsClass) {
       row_class_ = held_by<Shape::kLanes>(holder, class_);
     }
@@ -283,11 +284,11 @@ class PolicyLoss : public Shape, public LaneLoss {
   }
 
   GRADSCALE_DEVICE static void add(float (&sums)[kSums], const Packets&, int n, float e, float d, float t) {
-    const float correct = Packets::is_inside(n) ? Entropy::correct_finite(t, d) : Entropy::correct(t, d);
-    Entropy::add(sums, e, t, correct, Entropy::weighted(e, d));
+    const float correct = Packets::is_inside(n) ? RowFormula::correct_finite(t, d) : RowFormula::correct(t, d);
+    RowFormula::add(sums, e, t, correct, RowFormula::weighted(e, d));
   }
   GRADSCALE_DEVICE static void add_illegal(float (&sums)[kSums], float x, float t) {
-    Entropy::add_illegal(sums, x, t);
+    RowFormula::add_illegal(sums, x, t);
   }
   GRADSCALE_DEVICE static void add_lane(float (&)[kSums], const Packets&) {
   }
@@ -295,10 +296,10 @@ class PolicyLoss : public Shape, public LaneLoss {
   GRADSCALE_DEVICE void gradient(
       const float (&sums)[kSums], const Packets&, Values& e, const Values& d, const Values& t) const {
     const float c = held_by<Shape::kLanes>(holder, coefficient);
-    const auto factors = Entropy::factors(sums, approximate_reciprocal(sums[Entropy::kSum]), c);
+    const auto factors = RowFormula::factors(sums, approximate_reciprocal(sums[RowFormula::kSum]), c);
 #pragma unroll
     for (int n = 0; n < Shape::kElements; ++n) {
-      e[n] = row_entropy_.gradient(factors, e[n], d[n], t[n]);
+      e[n] = row_formula_.gradient(factors, e[n], d[n], t[n]);
     }
   }
 
@@ -309,15 +310,15 @@ class PolicyLoss : public Shape, public LaneLoss {
   GRADSCALE_DEVICE void finish(RowResults<kSums>& results, const RowsInMemory<Gradient>&) const {
     auto& sums = results.sums;
     const float unit = Exponent(results.maximum).unit();
-    sums[Entropy::kWeighted] *= unit;
-    sums[Entropy::kCorrect] *= unit;
-    const Entropy entropy{entropy_weight_};
-    store(entropy.loss(sums), Entropy::entropy(sums), results.largest_logit, results.square);
+    sums[RowFormula::kWeighted] *= unit;
+    sums[RowFormula::kCorrect] *= unit;
+    const RowFormula formula{entropy_weight_};
+    store(formula.loss(sums), RowFormula::entropy(sums), results.largest_logit, results.square);
   }
 
  private:
   float entropy_weight_;
-  Entropy row_entropy_{}; // with the weight for differences in the row's unit
+  RowFormula row_formula_{}; // with the weight for differences in the row's unit
   int32_t class_ = 0, row_class_ = 0;
 };
 

@@ -22,16 +22,16 @@ class WideRows {
   static constexpr bool kOneHot = kIsClass && !kSmooths; // its targets, 0 for all but one action, cost nothing
   using Gradient = std::conditional_t<std::is_same_v<G, void>, T, G>;
   using Probability = std::conditional_t<kIsClass, float, U>;
-  using Entropy = CrossEntropy<float, options>;
+  using Formula = CrossEntropy<float, options>;
   static constexpr int kStep = packet * kRowThreads; // elements from one packet of a thread to its next
-  static constexpr int kPackets = (width + kStep - 1) / kStep, kWarps = kRowThreads / 32, kSums = Entropy::kSums;
+  static constexpr int kPackets = (width + kStep - 1) / kStep, kWarps = kRowThreads / 32, kSums = Formula::kSums;
   template <class Element>
   static constexpr int kWords = kPackets * ((packet * static_cast<int>(sizeof(Element)) + 3) / 4); // registers
   static_assert(kWarps == 4);
   static constexpr bool kKeepsTargets = !kIsClass && kWords<T> + kWords<Probability> <= kMostWideWords;
   static constexpr int kReadAhead = 16 / packet; // packets of targets in flight, if they are loaded twice
   static constexpr int kOthers =
-      (kKeepsTargets ? kWords<Probability> : (kIsClass ? 8 : 32)) + (Entropy::kHasEntropy ? 68 : 44);
+      (kKeepsTargets ? kWords<Probability> : (kIsClass ? 8 : 32)) + (Formula::kHasEntropy ? 68 : 44);
   static constexpr int kRegisters = (kWords<T> + kOthers + 7) / 8 * 8;
   // The numbers of each warp in shared memory.
   enum { kMaximum, kFactor, kFirstSum, kSquare = kFirstSum + kSums, kLargest, kNumbers };
@@ -183,15 +183,15 @@ class WideRows {
       for (int k = 0; k < packet; ++k) {
         const float d = exponent.difference(x[k]), e = exponent.exponential(d);
         if constexpr (kOneHot) {
-          Entropy::add_exponential(sums, e, Entropy::weighted(e, d));
+          Formula::add_exponential(sums, e, Formula::weighted(e, d));
         } else {
-          Entropy::add(sums, e, t[k], Entropy::correct_finite(t[k], d), Entropy::weighted(e, d));
+          Formula::add(sums, e, t[k], Formula::correct_finite(t[k], d), Formula::weighted(e, d));
         }
       }
     });
     if (kOneHot && thread_ == 0) {
-      sums[Entropy::kMass] = class_ < 0 ? NAN : 1.0f;
-      sums[Entropy::kCorrect] = exponent.difference(class_logit_);
+      sums[Formula::kMass] = class_ < 0 ? NAN : 1.0f;
+      sums[Formula::kCorrect] = exponent.difference(class_logit_);
     }
     lane_sums<32, kSums>(sums, thread_ % 32);
 #pragma unroll
@@ -209,11 +209,11 @@ class WideRows {
       __syncthreads();
     }
     if (thread_ == 0) {
-      sums[Entropy::kWeighted] *= exponent.unit();
-      sums[Entropy::kCorrect] *= exponent.unit();
-      const Entropy entropy{static_cast<float>(block_.head.entropy_weight)};
+      sums[Formula::kWeighted] *= exponent.unit();
+      sums[Formula::kCorrect] *= exponent.unit();
+      const Formula formula{static_cast<float>(block_.head.entropy_weight)};
       const double square = std::is_same_v<G, void> ? 0 : sum(kSquare);
-      block_.store(row_, counts, entropy.loss(sums), Entropy::entropy(sums), {square, maximum(kLargest)});
+      block_.store(row_, counts, formula.loss(sums), Formula::entropy(sums), {square, maximum(kLargest)});
     }
   }
 
@@ -224,7 +224,7 @@ class WideRows {
 #pragma unroll
       for (int k = 0; k < packet; ++k) {
         largest = larger(largest, finite_magnitude(x[k]));
-        Entropy::add_illegal(sums, x[k], kOneHot ? 0.0f : t[k]);
+        Formula::add_illegal(sums, x[k], kOneHot ? 0.0f : t[k]);
       }
     });
     return largest;
@@ -234,8 +234,8 @@ class WideRows {
   GRADSCALE_DEVICE float write_gradient(const BinaryExponent& exponent, const float (&sums)[kSums], bool counts) {
     const Segment& s = block_.segment;
     Gradient* const to = first(static_cast<Gradient*>(s.gradient.data), s.gradient.stride);
-    const Entropy entropy{static_cast<float>(block_.head.entropy_weight) * exponent.unit()};
-    const auto factors = Entropy::factors(sums, approximate_reciprocal(sums[Entropy::kSum]), shared(kFactor, 0));
+    const Formula formula{static_cast<float>(block_.head.entropy_weight) * exponent.unit()};
+    const auto factors = Formula::factors(sums, approximate_reciprocal(sums[Formula::kSum]), shared(kFactor, 0));
     float square = 0;
     each_packet([&](int c, const float* x, const float* t) {
       float gradient[packet];
@@ -243,7 +243,7 @@ class WideRows {
       const bool has_target = static_cast<uint32_t>(class_ - kStep * c - packet * thread_) < packet;
       const auto compute = [&](int k, float target) {
         const float d = exponent.difference(x[k]);
-        gradient[k] = entropy.gradient(factors, exponent.exponential(d), d, target);
+        gradient[k] = formula.gradient(factors, exponent.exponential(d), d, target);
       };
 #pragma unroll
       for (int k = 0; k < packet; ++k) {
