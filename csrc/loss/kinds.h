@@ -13,8 +13,9 @@ struct RowOf {
 };
 
 // Calls one of these functions: categorical(encode), where encode(scalar) returns the target over the bins; policy();
-// vector(RowOf<head>()), for rows of any number of elements; scalar(RowOf<head>()), for rows of one element; or
-// own(RowOf<head>()), for a head with a row function of its own. A is the type of sums.
+// vector(RowOf<head>()), for rows of any number of elements; scalar(RowOf<head>()), for rows of one element,
+// whose targets have no transform; or own(RowOf<head>()), for a head with a row function of its own. A is the type of
+// sums.
 template <Kind kind, class A, class Categorical, class Policy, class Vector, class Scalar, class Own>
 GRADSCALE_HOST_DEVICE void kind_rows(
     const Head& head, Categorical categorical, Policy policy, Vector vector, Scalar scalar, Own own) {

@@ -2,7 +2,8 @@
 // written once for CPU and GPU. The drivers, cpu/regression_rows.h and cuda/team_rows.cuh, read and write elements and
 // are the same for all heads. A head has
 //
-// - terms(x, t): the numbers that an element adds to the sums of its row;
+// - terms(x, t): the numbers that an element adds to the sums of its row; 0 for x = t = 0, because a GPU also adds
+//   elements beyond the end of a row;
 // - finish(sums): the loss of the row;
 // - gradient(x, t): an element of the gradient, without factor(coefficient), which all elements share.
 #pragma once
@@ -22,7 +23,7 @@ template <class A>
 struct MeanOverElements {
   using Sum = A;
   static constexpr int kSums = 1;
-  static constexpr bool kTransformsTarget = false; // terms() and gradient() get transformed targets
+  static constexpr bool kTransformsTarget = false; // a target may have a transform; a CPU always applies it
   static constexpr bool kScales = false;           // scale(largest |x|, largest |t|) is called first
   static constexpr bool kGradientWaits = false;    // gradient() and factor() use members that finish() sets
   double width;

@@ -108,11 +108,11 @@ struct ActionsOfRow { // a distribution, or a class
 template <class T, int options, class Target>
 GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
   using A = Accumulate<T>;
-  using Entropy = CrossEntropy<A, options>;
+  using Formula = CrossEntropy<A, options>;
   constexpr int size = kVector<T>;
   const Head& head = task.block.head;
   const LogitsRow<T> row{task.template prediction<T>(), task.width, task.team};
-  const Entropy entropy{static_cast<A>(head.entropy_weight)};
+  const Formula formula{static_cast<A>(head.entropy_weight)};
   const Smoothing<A> smoothing(head.label_smoothing, task.block.segment.width);
   A largest_finite; // of this thread's logits
   const A maximum = row.maximum(largest_finite);
@@ -132,13 +132,13 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
     });
   };
 
-  A sums[Entropy::kSums] = {};
+  A sums[Formula::kSums] = {};
   each_window([&](const A* d, const A* t, int32_t first) {
 #pragma unroll
     for (int k = 0; k < size; ++k) {
       const A e = exp_nonpositive(d[k]);
-      const A weighted = head.has_support() ? e * row.position(first + k) : Entropy::weighted(e, d[k]);
-      Entropy::add(sums, e, t[k], Entropy::correct(t[k], d[k]), weighted);
+      const A weighted = head.has_support() ? e * row.position(first + k) : Formula::weighted(e, d[k]);
+      Formula::add(sums, e, t[k], Formula::correct(t[k], d[k]), weighted);
     }
   });
 #pragma unroll
@@ -147,29 +147,30 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
   }
   if (head.has_support() && head.support.raw) {
     const char* centers = task.block.table + task.block.span.raw_centers; // in A
-    sums[Entropy::kWeighted] = raw_moment(row, maximum, reinterpret_cast<const A*>(centers));
+    sums[Formula::kWeighted] = raw_moment(row, maximum, reinterpret_cast<const A*>(centers));
   }
-  const A sum = sums[Entropy::kSum];
+  const A sum = sums[Formula::kSum];
   const A detail =
-      head.has_support() ? decoded_row(sums[Entropy::kWeighted], sum, head.support) : Entropy::entropy(sums);
+      head.has_support() ? decoded_row(sums[Formula::kWeighted], sum, head.support) : Formula::entropy(sums);
   A square = 0;
   if (task.block.segment.gradient.data != nullptr) {
-    const auto factors = Entropy::factors(sums, A(1) / sum, static_cast<A>(task.factor.coefficient));
+    const auto factors = Formula::factors(sums, A(1) / sum, static_cast<A>(task.factor.coefficient));
     each_window([&](const A* d, const A* t, int32_t first) {
       A gradient[size];
 #pragma unroll
       for (int k = 0; k < size; ++k) {
-        gradient[k] = entropy.gradient(factors, exp_nonpositive(d[k]), d[k], t[k]);
+        gradient[k] = formula.gradient(factors, exp_nonpositive(d[k]), d[k], t[k]);
       }
       square += task.template write_gradient<T, size>(first, gradient);
     });
   }
-  task.store(entropy.loss(sums), detail, square, largest_finite);
+  task.store(formula.loss(sums), detail, square, largest_finite);
 }
 
 // ---- The heads of regression_heads.h --------------------------------------------------------------------------------
 
-// Calls function(prediction, target, first) for the 16-byte windows of this thread. Elements outside the row are 0.
+// Calls function(prediction, target, first) for the 16-byte windows of this thread. Elements outside the row are 0, and
+// are added to the sums of the row like others.
 template <class RowHead, class T, class A, class Function>
 GRADSCALE_DEVICE void each_window_pair(const RowTask& task, Function function) {
   const T* prediction = task.template prediction<T>();
@@ -247,6 +248,7 @@ GRADSCALE_DEVICE void vector_row(const RowTask& task) {
 // A row of one number, which one thread owns.
 template <class RowHead, class T, class A>
 GRADSCALE_DEVICE void scalar_row(const RowTask& task) {
+  static_assert(!RowHead::kTransformsTarget, "a head with a transform has rows of any number of elements");
   const A x = static_cast<A>(to_accumulate(*task.template prediction<T>()));
   const Rows& target = task.block.segment.target;
   const A t = target.data == nullptr ? A(0) : static_cast<A>(target.load(task.row));
