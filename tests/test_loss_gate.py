@@ -351,6 +351,14 @@ def test_the_gate_and_the_error_name_the_same_argument(wrong, monkeypatch):
     assert argument in refusal.argument
 
 
+@pytest.mark.parametrize("name", ["größe 🎯", "\ud800"])
+def test_any_text_is_a_name_of_a_head(name):
+    heads = {name: gs.SoftCrossEntropy()}
+    assert gs.multi_step_loss(heads, {name: [torch.zeros(2, 3)]}, {name: [torch.tensor([0, 1])]}).loss.isfinite()
+    with pytest.raises(ValueError, match="must be classes from 0 to 2, but sample 1 has 3"):
+        gs.multi_step_loss(heads, {name: [torch.zeros(2, 3)]}, {name: [torch.tensor([0, 3])]})
+
+
 @pytest.mark.parametrize(
     "context", ["vmap", "grad", "forward mode", "dispatch mode", "inference mode", "subclass without operations"]
 )

@@ -272,10 +272,11 @@ py::dict outputs_to_python(const Plan& plan, const Call& call) {
   return result;
 }
 
+// The names of heads for messages. Half a surrogate pair, which Python allows in text, is written as its number.
 std::vector<std::string> labels_of(const py::dict& heads) {
   std::vector<std::string> labels;
   for (const auto& item : heads) {
-    labels.push_back(item.first.cast<std::string>());
+    labels.push_back(item.first.attr("encode")("utf-8", "backslashreplace").cast<std::string>());
   }
   return labels;
 }
