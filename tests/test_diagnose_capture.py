@@ -327,6 +327,8 @@ READS = {
     "numpy": (lambda t: t.detach().numpy(), "numpy() waits", "return the tensor"),
     "asarray": (lambda t: numpy.asarray(t.detach()), "a conversion to NumPy", "return the tensor"),
     "cpu": (lambda t: t.cpu(), "cpu() waits", "return the tensor"),
+    "to": (lambda t: t.to("cpu"), "to('cpu') waits", "return the tensor"),
+    "to, by name": (lambda t: t.to(device="cpu", dtype=torch.float64), "to('cpu') waits", "return the tensor"),
     "print": (lambda t: print(t.sum()), "print or str() waits", "print after the step"),
     "log": (lambda t: logging.makeLogRecord({"msg": "%s", "args": (t,)}).getMessage(), "print or str()", "print after"),
     "f-string": (lambda t: f"{t.sum():.2f}", "an f-string", "return the tensor"),
@@ -347,6 +349,15 @@ READS = {
     "number": (lambda t: t.add(t, alpha=t.sum()), "a tensor used as a number", "return the tensor"),
     "clip_error": (lambda t: gs.clip_gradients_([t], 1.0, nonfinite="error"), "waits", "return the tensor"),
 }
+
+
+def test_a_device_that_is_the_cpu_in_a_diagnosis_is_no_finding():
+    learner, device = Learner(), "cpu"
+
+    def step(x, y):
+        return learner.step(x.to(device), y.to(torch.device(device)).to(device=device))
+
+    assert found(step, *learner.state()).ok
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import sys
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _context
-from ..diagnosis.lines import NOT_THE_USERS, Location, users_frame
+from ..diagnosis.lines import NOT_THE_USERS, Location, users_frame, users_line
 from .graphs import seeming_to_capture
 from .remedies import INSTEAD_OF_READS, step_count_remedy
 from .report import Findings
@@ -155,12 +156,12 @@ class Watch:
         is_made = name in _MADE_ON_HOST and not isinstance(data, torch.Tensor)
         try:
             is_ours = str(getattr(function, "_schema", "")).startswith("gradscale_ext::")
-            if name in _READS or name in _WITH_NUMBERS or is_ours:
+            if name in _READS or name in _WITH_NUMBERS or is_ours or (name == "to" and _is_moved_to_cpu(args, kwargs)):
                 call = self._call(str(function) if is_ours else name, args, kwargs)
                 if call.owner is None:  # the operators show what PyTorch's optimizers do
                     self.calls.append(call)
-                    if name in _READS:
-                        self._add_read(call, _READS[name], name)
+                    if name in _READS or name == "to":
+                        self._add_read(call, _READS.get(name, "to('cpu')"), name)
                     if is_made and not call.is_ours:  # the kernels get numbers without such tensors
                         self._add_host_copy(call, f"{'' if name == 'new_tensor' else 'torch.'}{name} makes")
             result = function(*args, **kwargs)
@@ -370,6 +371,13 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _address(generator: Any) -> int:
     return generator._cdata  # type: ignore[no-any-return]
+
+
+def _is_moved_to_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True for `.to("cpu")`. On a CPU, `.to(device)` may have the same arguments; the text of the line tells."""
+    target = kwargs.get("device", args[1] if len(args) > 1 else None)
+    line = users_line() if isinstance(target, str) and target == "cpu" else None
+    return line is not None and re.search(r"""\.to\((device=)?["']cpu["']""", line.source) is not None
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
