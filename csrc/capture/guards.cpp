@@ -91,15 +91,25 @@ void Guards::add_result(py::object tensor, const std::optional<at::Tensor>& grad
 }
 
 bool Guards::holds(const Items& items) const {
-  if (items.size >= 0 && size_of(items.container) != items.size) {
+  PyObject* const container = items.container;
+  if (items.size >= 0 && size_of(container) != items.size) {
     return false;
   }
-  return std::all_of(values_.begin() + items.begin, values_.begin() + items.end, [&](const Value& then) {
+  const bool is_dict = PyDict_Check(container);
+  for (size_t i = items.begin; i != items.end; ++i) {
+    const Value& then = values_[i];
     Py_ssize_t position = then.position;
-    PyObject* key = nullptr;
-    PyObject* const value = value_at(items.container, position, key);
-    return value != nullptr && key == then.key && is_same(value, then.value);
-  });
+    PyObject *key = nullptr, *value = nullptr;
+    if (is_dict) { // nearly all of them
+      PyDict_Next(container, &position, &key, &value);
+    } else {
+      value = value_at(container, position, key);
+    }
+    if (value == nullptr || key != then.key || !is_same(value, then.value)) {
+      return false;
+    }
+  }
+  return true;
 }
 
 bool Guards::Memory::holds() const {
