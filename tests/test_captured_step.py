@@ -666,6 +666,21 @@ class ClippingLearner(Learner):
             gs.clip_gradients_(self.model, 0.5)
             self.optimizer.step()
         return loss
+@pytest.mark.parametrize("place", HOOKS)
+def test_a_hook_that_comes_between_replays(place):
+    learner = Learner()
+    update = gs.CapturedStep(learner.step, *learner.state())
+    captured_calls(update, batches(6))
+    handle = HOOKS[place](learner)
+    try:
+        update(*batches(1)[0])  # a plain call
+        with pytest.raises(RuntimeError, match=f"{re.escape(place)} has the hook"):
+            update(*batches(1)[0])
+    finally:
+        handle.remove()
+    update(*batches(1)[0])
+
+
 
 
 @pytest.mark.parametrize(("steps", "every"), [(1, 1), (1, 5), (2, 5), (2, 2), (3, 100)])
@@ -738,6 +753,8 @@ def test_attributes_that_a_step_only_writes():
 
     def make():
         torch.manual_seed(0)
+    with pytest.raises(RuntimeError, match=r"detect_anomaly is active.*update\.plain"), torch.autograd.detect_anomaly():
+        update(*batches(1)[0])
         layer = torch.nn.utils.weight_norm(torch.nn.Linear(6, 3))
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -14,13 +13,9 @@ from ..diagnosis.lines import Location
 from ..monitor import _open
 from ..monitor._kept import Rehearsal
 from ..monitor.monitor import GradientMonitor
-from .state import HOOKS_OF_MODULES, HOOKS_OF_OPTIMIZERS, State
+from .state import HOOKS_OF_MODULES, HOOKS_OF_OPTIMIZERS, State, hooks_of_all
 
 _thread = threading.local()
-_HOOKS_OF_ALL = (
-    ("every module", "torch.nn.modules.module", [f"_global{attribute}" for attribute in HOOKS_OF_MODULES]),
-    ("every optimizer", "torch.optim.optimizer", ["_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"]),
-)
 
 
 def hooks_of(state: State) -> Iterator[tuple[str, Any]]:
@@ -29,10 +24,8 @@ def hooks_of(state: State) -> Iterator[tuple[str, Any]]:
     PyTorch's own hooks, such as those of weight_norm and DistributedDataParallel, consist of operators or expect a
     graph, and are left out.
     """
-    for name, library, attributes in _HOOKS_OF_ALL:
-        for attribute in attributes:
-            found = vars(sys.modules[library]).get(attribute, {})
-            yield from ((name, hook) for hook in found.values() if not _is_torchs(hook))
+    for name, found in hooks_of_all():
+        yield from ((name, hook) for hook in found.values() if not _is_torchs(hook))
     for name, module in state.modules():
         for attribute in HOOKS_OF_MODULES:
             yield from ((name, hook) for hook in vars(module).get(attribute, {}).values() if not _is_torchs(hook))
@@ -101,7 +94,7 @@ def watching_mode() -> str:
         return type(torch._C._get_dispatch_stack_at(0)).__name__
     if torch._C._autograd._top_saved_tensors_default_hooks(True):
         return "torch.autograd.graph.saved_tensors_hooks"
-    return ""
+    return "torch.autograd.detect_anomaly" if torch.is_anomaly_enabled() else ""
 
 
 class Inside:

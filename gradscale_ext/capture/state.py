@@ -33,6 +33,15 @@ HOOKS_OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "
 OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 HOOKS_OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
+_HOOKS_OF_ALL = (
+    ("every module", sys.modules["torch.nn.modules.module"], [f"_global{attribute}" for attribute in HOOKS_OF_MODULES]),
+    (
+        "every optimizer",
+        sys.modules["torch.optim.optimizer"],
+        ["_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"],
+    ),
+)
+
 ROLES_REPLACED = ("attribute", "private")
 """Roles of tensors that a step may replace by others."""
 Role = Literal[
@@ -129,6 +138,7 @@ class State:
         names: dict[int, str] = {}
         own_names = {id(root): name for name, root in self.roots.items() if isinstance(root, _UPDATERS)}
         left = [(Item("step", self._step, "reached"), 0)]
+        left += [(Item(name, hooks, "hooks"), 0) for name, hooks in hooks_of_all()]
         left += [(Item(name, root, "kept"), 0) for name, root in reversed(self.roots.items())]
         while left:
             item, depth = left.pop()
@@ -176,6 +186,12 @@ class State:
         for item in self.walk():
             if isinstance(item.value, torch.Tensor) and (item.role in roles if roles else item.role != "reached"):
                 yield item
+
+
+def hooks_of_all() -> Iterator[tuple[str, dict[int, Any]]]:
+    """Hooks that are not of a single module or optimizer, each with the name of what it is on."""
+    for name, library, attributes in _HOOKS_OF_ALL:
+        yield from ((name, vars(library)[attribute]) for attribute in attributes if attribute in vars(library))
 
 
 def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
