@@ -50,7 +50,7 @@ def renamed(error: Exception, **names: str) -> Exception:
 def rebuilt(owner: str, change: Callable[[Any, Any], Any], x: Any) -> Any:
     """Make the same structure of ``change(key, item)`` for each item of a structure; keys of dataclasses are fields."""
     kind = type(x)
-    if kind is tuple or kind is list:
+    if kind is tuple or kind is list or kind is torch.Size:
         return kind([change(k, item) for k, item in enumerate(x)])
     if kind is dict:
         return {key: change(key, item) for key, item in x.items()}

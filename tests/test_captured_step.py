@@ -591,6 +591,19 @@ def test_results_that_are_part_of_the_state_or_of_the_arguments():
 
 
 def test_results_of_the_graph_are_overwritten_if_asked_for():
+def test_results_have_the_types_that_the_step_returns():
+    learner = Learner()
+
+    def step(x, y):
+        return learner.step(x, y), x.shape, {"stride": x.stride(), "dtype": x.dtype}
+
+    update = gs.CapturedStep(step, *learner.state())
+    for _, shape, others in captured_calls(update, batches(6)):
+        assert type(shape) is torch.Size
+        assert shape == (8, 6)
+        assert others == {"stride": (6, 1), "dtype": torch.float32}
+
+
     learner = Learner()
     update = gs.CapturedStep(learner.step, *learner.state(), copy_outputs=False)
     results = captured_calls(update, batches(10))
