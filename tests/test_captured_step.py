@@ -418,6 +418,20 @@ def test_a_schedule_inside_the_step():
 
 def test_an_optimizer_that_counts_on_the_host():
     learner = Learner(lambda p: torch.optim.Adam(p, lr=1e-2))
+def test_a_counter_of_an_optimizer():
+    """No schedule is to blame."""
+    learner = Learner()
+    learner.optimizer.calls = 0
+
+    def step(x, y):
+        learner.optimizer.calls += 1
+        return learner.step(x, y)
+
+    text = refusal(step, learner.state(), r"SGD\.calls \(3, then 4\), which a replay does not")
+    assert "change it outside of the step" in text
+    assert "schedul" not in text
+
+
     text = refusal(learner.step, learner.state(), "cannot be captured")
     assert "Adam reads its step count on the host" in text
     assert "self.optimizer.step()" in text

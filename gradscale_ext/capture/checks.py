@@ -89,7 +89,9 @@ def written_argument(place: str) -> str:
 def _remedy(change: Change, state: State) -> str:
     if change.kind == "flag":
         return "write train(), eval() and requires_grad_() outside of the step"
-    if change.item is not None and change.item.role == "updater":
+    root = state.roots.get(change.name.partition(".")[0])
+    is_updater = change.item is not None and change.item.role == "updater"
+    if is_updater and not isinstance(root, torch.optim.Optimizer | torch.amp.GradScaler):
         return scheduler_remedy()
     if change.key == "lr":
         return f"write {rate_remedy(optimizer_of(change.name, state))}"
