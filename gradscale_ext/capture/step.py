@@ -7,6 +7,7 @@ import copy
 import functools
 import math
 import threading
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from .. import _context, _numbers
-from ..diagnosis.lines import Location, users_line
+from ..diagnosis.lines import NOT_THE_USERS, Location, users_line
 from ..monitor._kept import Rehearsal
 from ..monitor.monitor import GradientMonitor
 from . import graphs
@@ -252,7 +253,7 @@ class CapturedStep(StepHolder):
                 return self._call(arguments)
             except _Refused as error:
                 if self._options["fallback"] is None:
-                    raise
+                    raise RuntimeError(str(error)) from error.__cause__
                 _warn(f"{error}\nfallback='eager': from now on the step is called as it is.")
                 result = error.result or (self._plain(arguments),)
                 self.reset()
@@ -403,9 +404,9 @@ class CapturedStep(StepHolder):
         except BaseException as error:
             before.restore()
             self.reset()  # a capture that fails leaves other states in PyTorch's generators
-            if isinstance(error, _Refused | TypeError) or not isinstance(error, Exception):
-                raise
             line = location_of(error)
+            if isinstance(error, _Refused | TypeError) or not isinstance(error, Exception) or _is_of_step(error):
+                raise
             at = f" at {line}: {line.source}" if line else ""
             message = str(error).partition("\n")[0]
             text = f"CapturedStep: the step cannot be captured{at}: {message}{self._diagnosed(arguments)}"
@@ -515,6 +516,12 @@ def _warn(message: str) -> None:
     """Warn at the line of the user's call."""
     line = users_line() or Location("gradscale_ext", 0)
     warnings.warn_explicit(message, UserWarning, line.file, line.line)
+
+
+def _is_of_step(error: BaseException) -> bool:
+    """True for errors that have nothing to do with the capture: the code of the user raises them, not PyTorch."""
+    innermost = traceback.extract_tb(error.__traceback__)[-1]
+    return not (isinstance(error, RuntimeError) or innermost.filename.startswith(NOT_THE_USERS))
 
 
 def _integer(argument: str, value: Any, least: int) -> int:
