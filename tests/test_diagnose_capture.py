@@ -205,6 +205,26 @@ def test_a_step_count_on_the_host(kind):
     assert ("fused=True" in finding.remedy) == kind.startswith("Adam")
 
 
+@pytest.mark.parametrize(
+    ("kind", "read"), [("ASGD", "its eta"), ("Adafactor", "its step count"), ("LBFGS", "values"), ("Rprop", "")]
+)
+def test_what_an_optimizer_reads(kind, read):
+    learner = Learner(lambda p: getattr(torch.optim, kind)(p))
+    diagnosis = found(lambda x, y: learner.step(x, y) if kind != "LBFGS" else _lbfgs(learner, x, y), *learner.state())
+    causes = [finding.cause for finding in diagnosis.findings]
+    assert any(f"{kind} reads {read} on the host" in cause for cause in causes) == bool(read)
+
+
+def _lbfgs(learner, x, y):
+    def closure():
+        learner.optimizer.zero_grad()
+        loss = (learner.model(x) - y).square().mean()
+        loss.backward()
+        return loss
+
+    learner.optimizer.step(closure)
+
+
 def test_a_schedule():
     learner = Learner()
     schedule = torch.optim.lr_scheduler.ExponentialLR(learner.optimizer, 0.5)

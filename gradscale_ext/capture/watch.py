@@ -197,9 +197,12 @@ class Watch:
             self._findings.add("generator", cause, call.location)
         read = self._read(operator, args, kwargs, call.owner is None)
         result = operator(*args, **kwargs)
-        if call.name == "aten._local_scalar_dense.default" and call.owner is not None:
+        is_scalar = call.name == "aten._local_scalar_dense.default"
+        if is_scalar and call.owner is not None:
             call.numbers = (result,)
-        if read is not None:
+        if read is not None and is_scalar and isinstance(call.owner, torch.optim.Optimizer):
+            self._add_read_of_optimizer(call, call.owner, operands[0])
+        elif read is not None:
             self._add_read(call, *read)
         self._note_made(result, operands)
         self.calls.append(call)
@@ -228,9 +231,6 @@ class Watch:
 
     def _add_read(self, call: Call, what: str, name: str) -> None:
         """Add a finding: the step waits for the device."""
-        if isinstance(call.owner, torch.optim.Optimizer):
-            self._add_read_of_optimizer(call, call.owner)
-            return
         function, cause = self._function[0], f"{what} waits for the device"
         remedy = INSTEAD_OF_READS.get(function, INSTEAD_OF_READS.get("print" if name == "__repr__" else name))
         if call.library == _SCALERS:
@@ -241,10 +241,18 @@ class Watch:
             remedy = "validate_args=False for the distribution"
         self._findings.add("sync", cause, call.location, remedy, key=call.library)
 
-    def _add_read_of_optimizer(self, call: Call, optimizer: torch.optim.Optimizer) -> None:
-        kind = type(optimizer).__name__
+    def _add_read_of_optimizer(self, call: Call, optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> None:
+        states = [state for state in optimizer.state.values() if isinstance(state, dict)]
+        held = ((key, value) for state in states for key, value in state.items() if isinstance(value, torch.Tensor))
+        name = next((key for key, value in held if self._key(value) == self._key(tensor)), None)
         has_tensor = any(isinstance(group.get("lr"), torch.Tensor) for group in optimizer.param_groups)
-        what = "its learning rate, a tensor," if has_tensor and not counts_steps(optimizer) else "its step count"
+        if name is None and has_tensor and not counts_steps(optimizer):
+            what = "its learning rate, a tensor,"
+        elif name == "step" or (name is None and counts_steps(optimizer)):
+            what = "its step count"
+        else:
+            what = "values" if name is None else f"its {name}"
+        kind = type(optimizer).__name__
         cause = f"{kind} reads {what} on the host; a graph keeps the number ({abs(call.numbers[0]):.6g})"
         self._findings.add("stale_number", cause, call.location, step_count_remedy(optimizer), key="read")
 
