@@ -486,6 +486,57 @@ def test_generators():
     assert torch.equal(generator.get_state(), state)
 
 
+SEEDS = {
+    "manual_seed": lambda state, draws: torch.manual_seed(3),
+    "another seed each time": lambda state, draws: torch.manual_seed(draws.getrandbits(20)),
+    "set_rng_state": lambda state, draws: torch.set_rng_state(state),
+    "default_generator": lambda state, draws: torch.default_generator.manual_seed(3),
+}
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_a_step_that_seeds(name):
+    """A graph goes on drawing where the call before ended."""
+    learner, state, draws = Learner(), torch.get_rng_state(), random.Random(1)
+
+    def step(x, y):
+        SEEDS[name](state, draws)
+        return learner.step(x, y)
+
+    finding = only(found(step, *learner.state()))
+    assert finding.code == "generator"
+    assert "sets the state of PyTorch's generator" in finding.cause
+    assert "before" in finding.remedy
+
+
+def test_a_step_that_seeds_its_own_generator():
+    learner, generator = Learner(), torch.Generator()
+
+    def step(x, y):
+        generator.manual_seed(3)
+        return learner.step(x + torch.randn(x.shape, generator=generator), y)
+
+    assert only(found(step, *learner.state(), generator)).code == "generator"
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+def test_a_step_with_checkpoints(preserve):
+    """Activation checkpointing sets the state of generators, to repeat dropout, which a capture refuses."""
+    learner = Learner()
+
+    def step(x, y):
+        hidden = torch.utils.checkpoint.checkpoint(learner.model, x, use_reentrant=False, preserve_rng_state=preserve)
+        loss = (hidden - y).square().mean()
+        learner.optimizer.zero_grad()
+        loss.backward()
+        learner.optimizer.step()
+
+    finding = found(step, *learner.state()).findings
+    assert bool(finding) == preserve
+    if finding:
+        assert "preserve_rng_state=False" in finding[0].remedy
+
+
 @pytest.mark.parametrize("library", ["Python's random", "NumPy's random"])
 def test_random_numbers_of_the_host(library):
     learner = Learner()

@@ -21,6 +21,11 @@ INSTEAD_OF_READS = {
     "normal": "mean + std * torch.randn_like(mean)",
     "print": "print after the step, what the step returns",
 }
+#: What to write in place of seeds in a step.
+RESEEDING_REMEDY = (
+    "seed before the steps; for the same numbers at each step, draw them before and pass them as an argument; with "
+    "torch.utils.checkpoint, write preserve_rng_state=False"
+)
 #: How users make a learning rate that schedules may change.
 TENSOR_RATE = "lr=torch.tensor(0.001, device=device)"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from numbers import Number
 from typing import Any, Literal, NamedTuple
 
@@ -277,6 +277,15 @@ def host_generators() -> dict[str, Any]:
         name, keys, *others = numpy.get_state()
         states["NumPy's random"] = name, keys.tobytes(), others
     return states
+
+
+def states_of_torch(generators: Iterable[torch.Generator]) -> dict[str, bytes]:
+    """The states of PyTorch's own generators, and of others, by name."""
+    default = [torch.default_generator, *(torch.cuda.default_generators if _is_in_use(torch.cuda) else ())]
+    named = {f"PyTorch's generator of {generator.device}": generator for generator in default}
+    named |= {f"generator {index} of the state": generator for index, generator in enumerate(generators)}
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # also called while modes are active
+        return {name: generator.get_state().numpy().tobytes() for name, generator in named.items()}
 
 
 class RandomNumbers:

@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import _context
 from ..diagnosis.lines import NOT_THE_USERS, Location, users_frame, users_line
 from .graphs import seeming_to_capture
-from .remedies import INSTEAD_OF_READS, step_count_remedy
+from .remedies import INSTEAD_OF_READS, RESEEDING_REMEDY, step_count_remedy
 from .report import Findings
-from .snapshot import host_generators
+from .snapshot import host_generators, states_of_torch
 from .state import Item, memory_of
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -111,7 +111,7 @@ class Watch:
         self._made: dict[int, tuple[StorageWeakRef, Location | None]] = {}
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._saved_generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
-        self._random = host_generators()
+        self._random, self._random_of_torch = host_generators(), states_of_torch(generators)
         self._function: tuple[str, tuple[Any, ...], dict[str, Any]] = ("", (), {})
         self._location: Location | None = None
         self.calls: list[Call] = []
@@ -197,6 +197,7 @@ class Watch:
             self._findings.add("generator", cause, call.location)
         read = self._read(operator, args, kwargs, call.owner is None)
         result = operator(*args, **kwargs)
+        self._random_of_torch = states_of_torch(self._generators)
         is_scalar = call.name == "aten._local_scalar_dense.default"
         if is_scalar and call.owner is not None:
             call.numbers = (result,)
@@ -266,8 +267,17 @@ class Watch:
         if changed:
             cause = f"the step draws from {changed}; a graph would repeat the numbers of one step"
             self._findings.add("generator", cause, self._location, key=changed)
+        self._find_seeds()
         shapes = tuple(tuple(tensor.shape) for tensor in _tensors((args, kwargs)))
         return Call(name, tuple(_numbers((args, kwargs))), shapes, self._location, *_caller(frame))
+
+    def _find_seeds(self) -> None:
+        """Find generators that have changed since the last operator, which alone draws from them."""
+        now = states_of_torch(self._generators)
+        for name in [name for name, state in now.items() if state != self._random_of_torch.get(name, state)]:
+            cause = f"the step sets the state of {name}; a graph draws on from where the call before ended"
+            self._findings.add("generator", cause, self._location, RESEEDING_REMEDY, key=name)
+        self._random_of_torch = now
 
     def _read(
         self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], by_user: bool
