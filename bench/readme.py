@@ -150,15 +150,6 @@ def loss_table() -> str:
     return table(header, lines) + "\n\n" + machine
 
 
-def forward_table() -> str:
-    """The loss without a gradient."""
-    rows, machine = load("loss")
-    threads = max(row["threads"] for row in rows)
-    own = [row for row in rows if (row["agent"], row["dtype"], row["threads"]) == ("MuZero", "fp32", threads)]
-    lines = [[size, *cells(found)] for size, found in contestants_by_row(own, "forward").items()]
-    return table(["forward, ms", *CELLS], lines) + "\n\n" + machine
-
-
 def variations_table() -> str:
     """bf16, and one thread, compared with the same sizes in fp32 with all threads."""
     rows, machine = load("loss")
@@ -179,10 +170,10 @@ def heads_table(wanted: str, header: str) -> str:
     return table([header, *CELLS], lines) + "\n\n" + machine
 
 
-def flow_table(operators: Iterable[str]) -> str:
+def flow_table() -> str:
     rows, machine = load("flow")
     blocks = []
-    for operator in operators:
+    for operator in ("scale_gradient", "clip_gradient_norm"):
         own = [row for row in rows if row["operator"] == operator]
         sizes = contestants_by_row(own, "forward+backward")
         forward = next(iter(contestants_by_row(own, "forward").values()))
@@ -332,21 +323,6 @@ def for_readme(row: dict[str, Any]) -> bool:
     return is_small and row["pass"] == "forward+backward" and row["dtype"] == "fp32"
 
 
-def instructions_table() -> str:
-    """Counted resources of the CUDA kernels' machine code, and the times that follow from them."""
-    cases = json.loads((RESULTS / "instructions.json").read_text())["cases"]
-    lines = []
-    for name, case in cases.items():
-        times = [case["ms_for_1_GB"][gpu] for gpu in ("H200", "A100", "RTX 4090")]
-        others = ({pipe: ms for pipe, ms in of.items() if pipe != "memory"} for of in times)
-        floors = (f"{max(of.values()):.2f} / {gpu['memory']:.2f}" for of, gpu in zip(others, times, strict=True))
-        flight = f"{case['bytes_in_flight'] / 1e3:.0f}"
-        unit = "" if case["unit"] == "row" else f" (per {case['unit']})"
-        lines.append([name + unit, f"{case['sass']:.3g}", str(case["budget"]), str(case["registers"]), flight, *floors])
-    header = ["", "instructions per row or unit", "budget", "registers", "KB in flight", "H200", "A100", "RTX 4090"]
-    return table(header, lines) + "\n\nsm_90; least times ignore latency (`bench/results/instructions.json`)."
-
-
 def by_project() -> tuple[dict[str, dict[str, dict[str, Any]]], str]:
     """Results of tools/against.py, by project and dtype. A row with a machine was measured there."""
     rows, machine = load("clients")
@@ -372,7 +348,9 @@ def recipes_table() -> str:
         times = (significant(row[what][side]) for what in ("loss", "step") for side in ("theirs", "ours"))
         ratios = [f"{row[what]['theirs'] / row[what]['ours']:.2f}x" for what in ("loss", "step")]
         theirs, ours, whole, our_whole = times
-        lines.append([f"{name}: {row['case']}", theirs, ours, ratios[0], whole, our_whole, ratios[1]])
+        lines.append(
+            [f"{name} `{row['commit'][:7]}`: {row['case']}", theirs, ours, ratios[0], whole, our_whole, ratios[1]]
+        )
     header = ["CPU time, ms", "loss alone: theirs", "ours", "", "whole step: theirs", "ours", ""]
     return table(header, lines) + "\n\n" + machine
 
@@ -446,20 +424,6 @@ def recipes_differences_table() -> str:
     return table(header, lines)
 
 
-def recipes_lines_table() -> str:
-    """The commit that was measured, and its lines that are replaced."""
-    found, _ = by_project()
-    lines = []
-    for name, rows in found.items():
-        row = rows["float32"]
-        edits = (
-            f"`{edit['file']}`, `{edit['function']}`: {'–'.join(map(str, dict.fromkeys(edit['lines'])))}"
-            for edit in row["edits"]
-        )
-        lines.append([name, f"`{row['commit'][:7]}`", "; ".join(edits)])
-    return table(["project", "commit", "lines that are replaced"], lines).replace("---:", "---")
-
-
 def ranks_table() -> str:
     """A learner step on several processes, part by part, and the messages it sends."""
     found = json.loads((RESULTS / "ranks.json").read_text())
@@ -518,7 +482,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "curves": curves_table,
     "recipes": recipes_table,
     "recipes, differences": recipes_differences_table,
-    "recipes, lines": recipes_lines_table,
     "speed": speed_table,
     "GPU": lambda: gpu_table(for_readme),
     "GPU, all": lambda: gpu_table(lambda row: True),
@@ -526,7 +489,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "steps": steps_table,
     "returns": returns_table,
     "loss": loss_table,
-    "loss, forward": forward_table,
     "loss, variations": variations_table,
     "heads": lambda: heads_table("forward+backward", "B 1024, forward + backward, µs"),
     "C51": lambda: heads_table("C51", "51 bins, µs"),
@@ -536,11 +498,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "parameters": lambda: ours_and_others("parameters"),
     "monitor": monitor_table,
     "actors": actors_table,
-    "instructions": instructions_table,
     "ranks": ranks_table,
     "ranks, hosts": hosts_table,
-    "flow": lambda: flow_table(["scale_gradient", "clip_gradient_norm"]),
-    "flow, others": lambda: flow_table(["reverse_gradient", "normalize_gradient", "clip_gradient_value"]),
+    "flow": flow_table,
 }
 
 
