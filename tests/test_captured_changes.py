@@ -7,8 +7,13 @@ import copy
 import itertools
 import math
 import random
+import re
 import threading
+import types
+import warnings
 from collections import deque
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -18,6 +23,9 @@ from tests_of_capture import Learner, batches, bits
 
 import gradscale_ext as gs
 from gradscale_ext.capture import graphs
+
+settings = types.ModuleType("settings")
+settings.__file__ = __file__
 
 
 @pytest.fixture(autouse=True)
@@ -356,6 +364,154 @@ def test_a_global_of_a_function_that_the_step_calls(monkeypatch):
 
     change = at(8, lambda own: monkeypatch.setitem(globals(), "factor", 2.0))
     refused(learner_of(step), "a replay differs", at=8, before=change)
+
+
+class AttributeDict(dict):
+    __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
+
+
+@dataclass(slots=True)
+class Slots:
+    scale: float = 0.5
+
+
+class Defined:
+    scale = 0.5
+
+
+def _options(kind, learner):
+    """A holder of `scale`, and what reads it in a step."""
+    if kind == "options of a module":
+        learner.model.options = holder = SimpleNamespace(scale=0.5)
+        return holder, lambda: learner.model.options.scale
+    if kind == "class":
+        Defined.scale = 0.5
+        own = Defined()
+        return Defined, lambda: own.scale
+    if kind == "module of Python":
+        settings.scale = 0.5
+        return settings, lambda: settings.scale
+    if kind == "deep":
+        learner.options = SimpleNamespace(agent=SimpleNamespace(loss=SimpleNamespace(scale=0.5)))
+        return learner.options.agent.loss, lambda: learner.options.agent.loss.scale
+    if kind == "dict with attributes":
+        own = AttributeDict(loss=AttributeDict(scale=0.5))
+        return own.loss, lambda: own.loss.scale
+    holder = Slots() if kind == "slots" else SimpleNamespace(scale=0.5)
+    if kind == "default":
+        return holder, lambda options=holder: options.scale
+    return holder, lambda: holder.scale
+
+
+PLACES = ["options of a module", "class", "module of Python", "deep", "dict with attributes", "slots", "default"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_number_that_stays_for_long(place):
+    """Where programs keep their options. The comparisons are over when it changes."""
+    learner = Learner()
+    holder, scale = _options(place, learner)
+
+    def make():
+        return learner, lambda x, y: learner.step(scale() * x, y)
+
+    def before(_, index):
+        holder.scale = 0.5 if index < 10 else 0.25
+
+    text = refused(make, r"a replay differs from a plain step", at=10, before=before)
+    assert re.search(r"Between the calls, \S*scale\S* \(0\.5, then 0\.25\) changed, .* pass it to the step", text)
+
+
+def test_a_tensor_that_is_replaced_by_equal_ones():
+    """Which shows nothing about whether the step reads it."""
+    learner = Learner()
+    learner.scale = torch.tensor(0.5)
+
+    def make():
+        return learner, lambda x, y: learner.step(learner.scale * x, y)
+
+    def before(_, index):
+        learner.scale = torch.tensor(0.5 if index < 10 else 0.25)
+
+    with pytest.warns(UserWarning, match=r"learner\.scale has been replaced between the calls 3 times .* copy_\(\)"):
+        text = refused(make, r"a replay differs from a plain step", at=10, before=before)
+    assert "Between the calls, learner.scale changed" in text
+
+
+def test_a_tensor_that_is_replaced_and_not_read():
+    """Results of the captured step are, very often."""
+    learner = Learner()
+    learner.first, learner.last = torch.zeros(()), None
+    update = gs.CapturedStep(learner.step, *learner.state())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for index, batch in enumerate(batches(14)):
+            learner.first = torch.tensor(float(index))
+            learner.last = update(*batch)
+    (warning,) = caught
+    assert "self.first changes between the calls" in str(warning.message)
+
+
+def test_a_nan_is_equal_to_itself():
+    learner = Learner()
+    learner.best, learner.optimizer.param_groups[0]["best"] = float("nan"), float("nan")
+
+    def step(x, y):
+        return {"loss": learner.step(x, y), "return": float("nan")}
+
+    update = gs.CapturedStep(step, *learner.state())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for batch in batches(10):
+            learner.best = float("nan")
+            learner.optimizer.param_groups[0]["best"] = float("nan")
+            update(*batch)
+    assert update.is_captured
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda b: b.update(td=b["x"]), lambda b: b.pop("w"), lambda b: b.update(w=b["x"]), lambda b: b["log"].append(1)],
+)
+def test_arguments_that_the_step_changes(change):
+    """A replay would not do it, and plain calls have copies."""
+    learner = Learner()
+
+    def step(batch):
+        loss = learner.step(batch["x"], batch["y"])
+        change(batch)
+        return loss
+
+    update = gs.CapturedStep(step, *learner.state())
+    x, y = batches(1)[0]
+    with pytest.raises(RuntimeError, match=r"puts something else in argument 0\['(td|w|log)'\].* dict\(batch\)"):
+        update({"x": x, "y": y, "w": x[0], "log": []})
+    with pytest.warns(UserWarning, match="something else"):
+        gs.CapturedStep(step, *learner.state(), fallback="eager")({"x": x, "y": y, "w": x[0], "log": []})
+
+
+def test_a_sparse_argument():
+    learner = Learner()
+    x, y = batches(1)[0]
+    with pytest.raises(TypeError, match=r"argument 0 is of layout torch.sparse_coo.*to_dense"):
+        gs.CapturedStep(learner.step, *learner.state())(x.to_sparse(), y)
+
+
+def test_a_form_whose_plain_call_raised_is_not_captured():
+    learner = Learner()
+
+    def step(x, y):
+        return learner.step(x, y)
+
+    update = gs.CapturedStep(step, *learner.state(), fallback="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for batch in batches(5):
+            update(*batch)
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+                update(torch.zeros(8, 5), batches(1)[0][1])
+    assert update.is_captured
 
 
 @pytest.mark.parametrize("kind", ["Python", "NumPy", "iterator", "deque", "list", "count"])

@@ -7,6 +7,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <cmath>
 
 namespace gradscale {
 
@@ -20,7 +21,12 @@ bool is_same(PyObject* now, PyObject* then) {
     return true;
   }
   const bool has_value = PyFloat_CheckExact(now) || PyLong_CheckExact(now) || PyUnicode_CheckExact(now);
-  return has_value && Py_TYPE(now) == Py_TYPE(then) && PyObject_RichCompareBool(now, then, Py_EQ) == 1;
+  if (!has_value || Py_TYPE(now) != Py_TYPE(then)) {
+    return false;
+  }
+  const bool are_nan =
+      PyFloat_CheckExact(now) && std::isnan(PyFloat_AS_DOUBLE(now)) && std::isnan(PyFloat_AS_DOUBLE(then));
+  return are_nan || PyObject_RichCompareBool(now, then, Py_EQ) == 1;
 }
 
 Py_ssize_t size_of(PyObject* container) {

@@ -102,6 +102,24 @@ class Arguments(NamedTuple):
         built: tuple[tuple[Any, ...], dict[str, Any]] = _build(self.given, leaves)
         return built
 
+    def changed_in(
+        self, built: tuple[tuple[Any, ...], dict[str, Any]], tensors: Iterable[torch.Tensor] | None = None
+    ) -> str:
+        """The argument among those that were built in which the step has put something else; empty if there is none."""
+        wanted = flatten(self.build(tensors), refuse_argument)[1]
+        try:
+            form, now = flatten(built, refuse_argument)
+        except TypeError:
+            return "the arguments"
+        if form != self.form[0]:
+            places = dict.fromkeys(place for place, _ in now) | dict.fromkeys(place for place, _ in wanted)
+            both = {place for place, _ in now} & {place for place, _ in wanted}
+            return next((argument(place) for place in places if place not in both), "the arguments")
+        for (place, value), (_, then) in zip(now, wanted, strict=True):
+            if value is not then and (isinstance(value, torch.Tensor) or value != then):
+                return argument(place)
+        return ""
+
 
 def read(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Arguments:
     """Read the arguments. Tensors of the CPU are moved to the device."""
@@ -120,6 +138,11 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) ->
                 )
             value = value.to(device, non_blocking=True)
             leaves[index] = Leaf(place, value)
+        if value.layout != torch.strided:
+            raise TypeError(
+                f"CapturedStep: {argument(place)} is of layout {value.layout}, but arguments are dense tensors; "
+                "write .to_dense()"
+            )
         if value.requires_grad:
             raise ValueError(f"CapturedStep: {argument(place)} requires grad, but arguments are data; detach() it")
         forms.append((value.dtype, value.shape, value.stride()))

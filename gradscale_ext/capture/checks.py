@@ -9,7 +9,7 @@ import torch
 
 from .arguments import Leaf, argument
 from .remedies import rate_remedy, scheduler_remedy, step_count_remedy
-from .snapshot import Change, Snapshot
+from .snapshot import Change, Snapshot, is_equal
 from .state import ROLES_REPLACED, State, memory_of
 
 
@@ -86,6 +86,14 @@ def written_argument(place: str) -> str:
     return f"the step writes to {argument(place)}; write to a copy, x.clone()"
 
 
+def changed_argument(name: str) -> str:
+    """The problem of a step that changes a list, dict or object that is an argument, or in one."""
+    return (
+        f"the step puts something else in {name}, which the caller does not see, because a replay runs no Python; "
+        "change a copy, such as dict(batch), and return what is new"
+    )
+
+
 def _remedy(change: Change, state: State) -> str:
     if change.kind == "flag":
         return "write train(), eval() and requires_grad_() outside of the step"
@@ -104,16 +112,11 @@ def optimizer_of(name: str, state: State) -> torch.optim.Optimizer | None:
 
 
 def shown(change: Change) -> str:
-    """A change as messages name it."""
+    """A change as messages name it, with the numbers if there are."""
+    if not change.is_of_a_number:
+        return change.name
     before, now = (f"{x:.6g}" if isinstance(x, float) else repr(x) for x in (change.before, change.now))
     return f"{change.name} ({before}, then {now})"
-
-
-def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True for equal numbers, with NaN in the same places."""
-    if one.layout != torch.strided:
-        one, other = one.to_dense(), other.to_dense()
-    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 class Outcome:
@@ -132,7 +135,8 @@ class Outcome:
         """Names of what differs, and by how much: the largest difference of two elements."""
         found = {}
         for name, value in self._constants.items():
-            if value != (now := other._constants.get(name)):
+            now = other._constants.get(name)
+            if value != now and not (value != value and now != now):
                 found[name if isinstance(value, bytes) else f"{name} ({value!r} and {now!r})"] = math.inf
         for name in [*self._tensors, *(other._tensors.keys() - self._tensors.keys())]:
             one, two = self._tensors.get(name), other._tensors.get(name)

@@ -9,7 +9,7 @@ from typing import Any
 
 from .._native import _C
 from .snapshot import SIZE, Change, Gradient, SavedTensor, Snapshot, address_of, changes_of, is_same, kind_of, num_hooks
-from .state import Item
+from .state import Item, holds_attributes
 
 MOST_ACCEPTED = 2
 """How often something may change without an effect before it is ignored."""
@@ -31,6 +31,7 @@ class Guards:
     def _compile(self) -> None:
         """Make the function that compares everything. What has no keys is compared in Python."""
         self._compiled, self._values = _C.Guards(), list[tuple[Item, Any]]()
+        self._attributes: list[tuple[Any, str, Any]] = []
         for item, pairs in self._containers:
             if isinstance(item.value, dict | list | types.CellType):
                 wanted = {key for key, value in pairs if self._is_wanted(item, key, value)}
@@ -38,6 +39,8 @@ class Guards:
                 is_whole = len(wanted) == len(keys) or item.role == "module"
                 has_fixed_size = is_whole and self._accepted[id(item.value), SIZE] < MOST_ACCEPTED
                 self._compiled.add_items(item.value, [key in wanted for key in keys], has_fixed_size)
+            elif holds_attributes(item.value):
+                self._attributes += [(item.value, k, held) for k, held in pairs if self._is_wanted(item, k, held)]
             elif self._is_wanted(item, None, None):
                 self._values.append((item, pairs))
         for saved in self._tensors:
@@ -55,7 +58,11 @@ class Guards:
 
     def hold(self) -> bool:
         """True if nothing has changed."""
-        return bool(self._compiled.hold()) and all(is_same(item.pairs()[0], pairs[0]) for item, pairs in self._values)
+        return (
+            bool(self._compiled.hold())
+            and all(is_same(item.pairs()[0], pairs[0]) for item, pairs in self._values)
+            and all(is_same(getattr(holder, key, SIZE), held) for holder, key, held in self._attributes)
+        )
 
     def set_gradients(self) -> None:
         """Give each parameter the gradient that a replay computes."""
@@ -94,9 +101,9 @@ class Guards:
             self.accept()
 
     def accept(self, changes: Sequence[Change] = ()) -> list[Change]:
-        """Expect what containers hold now. Returns the numbers that have changed a few times without an effect, and are
-        ignored from now on."""
+        """Expect what containers hold now. Returns the changes that have been accepted a few times, and are ignored
+        from now on."""
         self._accepted.update(change.place for change in changes)
         self._containers = [(item, item.pairs()) for item, _ in self._containers]
         self._compile()
-        return [change for change in changes if self._accepted[change.place] == MOST_ACCEPTED and change.is_of_a_number]
+        return [change for change in changes if self._accepted[change.place] == MOST_ACCEPTED]

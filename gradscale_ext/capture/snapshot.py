@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from numbers import Number
 from typing import Any, Literal, NamedTuple
@@ -12,7 +13,18 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .state import OF_EVERY_MODULE, PARTS_OF_MODULES, ROLES_REPLACED, Item, Role, State, has_contents, memory_of
+from .state import (
+    OF_EVERY_MODULE,
+    PARTS_OF_MODULES,
+    ROLES_REPLACED,
+    Item,
+    Role,
+    State,
+    has_contents,
+    holds_attributes,
+    is_array,
+    memory_of,
+)
 
 Kind = Literal["number", "rate", "flag", "hook", "identity", "attribute", "gradient", "ignored"]
 """A number or tensor in `param_groups`; `training` or `requires_grad`; hooks; which objects a container holds, or the
@@ -49,6 +61,14 @@ class Change(NamedTuple):
         """True if there is now a tensor, or a tuple with one."""
         now = self.now if isinstance(self.now, tuple) else (self.now,)
         return any(isinstance(value, torch.Tensor) and has_contents(value) for value in now)
+
+    @property
+    def has_equal_numbers(self) -> bool:
+        """True if a tensor has become another one with the same numbers."""
+        pair = self.before, self.now
+        if not all(isinstance(value, torch.Tensor) and has_contents(value) for value in pair):
+            return False
+        return self.before.device == self.now.device and is_equal(*pair)
 
 
 def kind_of(role: Role, key: Any, value: Any) -> Kind:
@@ -202,6 +222,13 @@ def changes_of(containers: list[tuple[Item, list[tuple[Any, Any]]]]) -> Iterator
                     yield from changes_of([(inner, inner._replace(value=before).pairs())])
 
 
+def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True for equal numbers, with NaN in the same places."""
+    if one.layout != torch.strided:
+        one, other = one.to_dense(), other.to_dense()
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+
+
 def num_hooks(tensor: torch.Tensor) -> int:
     """The number of hooks on a tensor."""
     return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
@@ -238,17 +265,24 @@ def is_same(before: Any, after: Any) -> bool:
         return before is after
     if isinstance(before, tuple):
         return len(before) == len(after) and all(map(is_same, before, after))
-    return isinstance(before, (*NUMBERS, bytes)) and bool(before == after)
+    is_nan = isinstance(before, float) and before != before and after != after
+    return is_nan or (isinstance(before, (*NUMBERS, bytes)) and bool(before == after))
 
 
 def _is_put_back(change: Change) -> bool:
-    has_key = change.item is not None and isinstance(change.item.value, dict | list | types.CellType)
+    has_key = (
+        change.item is not None and not isinstance(change.item.value, set | deque) and not is_array(change.item.value)
+    )
     return change.is_of_a_number or (change.is_of_a_tensor and has_key and change.before is not SIZE)
 
 
 def _put(container: Any, key: Any, value: Any) -> None:
     if isinstance(container, types.CellType):
         container.cell_contents = value
+    elif isinstance(container, type):
+        setattr(container, key, value)
+    elif holds_attributes(container):
+        object.__setattr__(container, key, value)  # also of a frozen dataclass
     else:
         container[key] = value
 

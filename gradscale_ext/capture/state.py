@@ -3,7 +3,9 @@ generators), and what its closures, globals and objects hold."""
 
 from __future__ import annotations
 
+import copyreg
 import functools
+import os
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
@@ -21,10 +23,12 @@ _DICTS = (dict, defaultdict, OrderedDict)
 _LISTS = (list, deque)
 CONTAINERS = (*_DICTS, *_LISTS, set, types.CellType)
 """Containers whose contents are followed. Of other objects, the attributes are."""
-_DEPTH = 4
+_DEPTH = 5
 """How many attributes, items and closures deep to look outside of the state."""
 _MOST = 200
 """The longest container to look into outside of the state."""
+_INSTALLED = (*NOT_THE_USERS, os.path.dirname(os.__file__) + os.sep)
+"""Beginnings of the paths of the standard library and of installed packages."""
 _UPDATERS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 """Objects that are found in attributes of modules too, such as an agent's optimizers."""
 
@@ -74,6 +78,8 @@ class Item(NamedTuple):
         if isinstance(value, dict):
             pairs = value.items()
             return list(pairs) if self.keys is None else [pair for pair in pairs if pair[0] in self.keys]
+        if holds_attributes(value):
+            return list(_own_attributes(value).items())
         if isinstance(value, list):
             return list(enumerate(value))
         if isinstance(value, types.CellType):
@@ -92,6 +98,26 @@ def is_array(value: Any) -> bool:
     """True for arrays of NumPy that are small enough to be compared at each call."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray) and value.size <= _MOST and not value.dtype.hasobject
+
+
+def holds_attributes(value: Any) -> bool:
+    """True for the user's classes, and for objects with `__slots__`: what has attributes that are in no dict."""
+    if isinstance(value, type):
+        return _is_users(value)
+    return _is_users(type(value)) and bool(copyreg._slotnames(type(value)))  # type: ignore[attr-defined]
+
+
+def _is_users(kind: type) -> bool:
+    module = sys.modules.get(kind.__module__)
+    return kind.__module__ == "__main__" or (module is not None and _is_users_module(module))
+
+
+def _own_attributes(value: Any) -> dict[str, Any]:
+    """The attributes that an object has in slots; of a class those that are neither methods nor properties."""
+    if isinstance(value, type):
+        return {k: v for k, v in vars(value).items() if not (k.startswith("__") or hasattr(type(v), "__get__"))}
+    names = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 class StepHolder:
@@ -134,7 +160,7 @@ class State:
 
     def walk(self) -> Iterator[Item]:
         """Everything that the objects and the step hold, each once; first the objects."""
-        seen: set[int] = set()
+        seen: set[tuple[int, frozenset[str] | None]] = set()
         names: dict[int, str] = {}
         own_names = {id(root): name for name, root in self.roots.items() if isinstance(root, _UPDATERS)}
         left = [(Item("step", self._step, "reached"), 0)]
@@ -142,21 +168,26 @@ class State:
         left += [(Item(name, root, "kept"), 0) for name, root in reversed(self.roots.items())]
         while left:
             item, depth = left.pop()
+            if item.role in ("kept", "attribute") and _is_plain(item.value):
+                left.insert(0, (item._replace(role="reached"), depth))  # after the whole state
+                continue
             name, value, role, *_ = item
             is_tensor = isinstance(value, torch.Tensor)
-            if id(value) in seen or (role != "reached" and name != own_names.get(id(value), name)):
+            mark = id(value), item.keys
+            if mark in seen or (role != "reached" and name != own_names.get(id(value), name)):
                 continue  # what is in another object, too, is named after itself
             if (is_tensor and not has_contents(value)) or depth > _DEPTH:
                 continue
-            seen.add(id(value))
+            seen.add(mark)
             if is_tensor:
                 names[id(value)] = name
             if is_tensor or isinstance(value, (torch.Generator, *CONTAINERS)) or is_array(value):
                 yield item
+            elif holds_attributes(value):
+                yield item._replace(form=ATTRIBUTE)
             inner = _children_outside(item) if role == "reached" else _children(item, names)
-            left += reversed(
-                [(child, depth + (role == "reached" and not isinstance(value, types.CellType))) for child in inner]
-            )
+            is_deeper = role == "reached" and not isinstance(value, types.CellType)
+            left += reversed([(child, depth + (is_deeper and child.form != ATTRIBUTE)) for child in inner])
 
     def modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Every module, with its name."""
@@ -215,6 +246,12 @@ def _updaters_in(root: Any) -> list[Any]:
     return [held for module in modules for held in vars(module).values() if isinstance(held, _UPDATERS)]
 
 
+def _is_plain(value: Any) -> bool:
+    """True for functions, and for objects of which PyTorch knows nothing, such as a model's options."""
+    known = torch.Tensor, torch.Generator, torch.nn.Module, *_UPDATERS, *CONTAINERS, tuple
+    return not (isinstance(value, known) or is_array(value) or _is_stateful(value))
+
+
 def has_contents(tensor: torch.Tensor) -> bool:
     """False on the meta device, and for what torch.vmap left over, such as parameters in the cache of a TensorDict."""
     return not (tensor.is_meta or is_functorch_wrapped_tensor(tensor))
@@ -241,6 +278,7 @@ def _children(item: Item, names: Mapping[int, str]) -> Iterator[Item]:
             inner = "kept" if key in PARTS_OF_MODULES else "hooks" if key in HOOKS_OF_MODULES else inner
             yield Item(f"{name}.{key}", held, inner)
         yield Item(name, vars(value), "module", ATTRIBUTE)
+        yield from _classes_of(value)
     elif isinstance(value, torch.optim.Optimizer):
         for index, group in enumerate(value.param_groups):
             yield Item(f"{name}.param_groups[{index}]", group, "options")
@@ -249,12 +287,12 @@ def _children(item: Item, names: Mapping[int, str]) -> Iterator[Item]:
         for key, held in vars(value).items():
             yield Item(f"{name}.{key}", held, "hooks" if key in HOOKS_OF_OPTIMIZERS else "updater")
         yield Item(name, vars(value), "updater", ATTRIBUTE)
-    elif type(value) in _DICTS:
+    elif isinstance(value, dict):
         for index, (key, held) in enumerate(value.items()):
             is_tensor = isinstance(key, torch.Tensor)  # in the state of an optimizer
             shown = names.get(id(key), f"parameter {index}") if is_tensor else repr(key)
             yield Item(f"{name}[{shown}]", held, "kept" if role == "options" else role)
-    elif type(value) in (*_LISTS, tuple):
+    elif isinstance(value, (*_LISTS, tuple)):
         yield from (Item(f"{name}[{index}]", held, role) for index, held in enumerate(value))
     elif _is_stateful(value) and hasattr(value, "__dict__"):
         inner = "updater" if isinstance(value, _UPDATERS) else role
@@ -278,21 +316,57 @@ def _children_outside(item: Item) -> Iterator[Item]:
             return
         for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             yield Item(key, cell, role, VARIABLE)
-        used = Item("", value.__globals__, role, "{key}", frozenset(value.__code__.co_names))
-        yield from (Item(key, held, role) for key, held in used.pairs())
+        yield from (Item(key, held, role) for key, held in _defaults_of(value).items())
+        used = Item("", value.__globals__, role, "{key}", _names_in(value.__code__))
+        for key, held in used.pairs():
+            yield Item(key, held, role)
+            if isinstance(held, types.ModuleType) and _is_users_module(held):
+                inside = Item(key, vars(held), role, ATTRIBUTE, used.keys)
+                yield inside
+                yield from (Item(inside.place(inner), value, role) for inner, value in inside.pairs())
         yield used
         yield from (Item(f"{name}.{key}", held, role) for key, held in vars(value).items())
         if vars(value):
             yield Item(name, vars(value), role, ATTRIBUTE)
-    elif item.form == ATTRIBUTE or item.keys is not None or isinstance(value, str | type | types.ModuleType):
+    elif item.form == ATTRIBUTE or item.keys is not None or isinstance(value, str | types.ModuleType):
         return
-    elif type(value) in (*CONTAINERS, tuple):
+    elif isinstance(value, (*CONTAINERS, tuple)):
         if isinstance(value, types.CellType) or len(value) <= _MOST:
             pairs = enumerate(value) if isinstance(value, (deque, set, tuple)) else item.pairs()
             yield from (Item(item.place(key), held, role) for key, held in pairs)
-    elif not isinstance(value, torch.Tensor | GradientMonitor) and hasattr(value, "__dict__"):
+    elif isinstance(value, type):
+        if _is_users(value):
+            yield from (Item(f"{name}.{key}", held, role) for key, held in _own_attributes(value).items())
+    elif not isinstance(value, torch.Tensor | GradientMonitor):
         if isinstance(value, torch.nn.Module):
             named = *value.named_parameters(), *value.named_buffers()
             yield from (Item(f"{name}.{path}", tensor, role) for path, tensor in named)
-        yield from (Item(f"{name}.{key}", held, role) for key, held in vars(value).items())
-        yield Item(name, vars(value), "updater" if isinstance(value, _UPDATERS) else role, ATTRIBUTE)
+        if holds_attributes(value):
+            yield from (Item(f"{name}.{key}", held, role) for key, held in _own_attributes(value).items())
+        if hasattr(value, "__dict__"):
+            yield from (Item(f"{name}.{key}", held, role) for key, held in vars(value).items())
+            yield Item(name, vars(value), "updater" if isinstance(value, _UPDATERS) else role, ATTRIBUTE)
+        yield from _classes_of(value)
+
+
+def _classes_of(value: Any) -> Iterator[Item]:
+    """The user's classes among those of an object, whose attributes the object has, too."""
+    yield from (Item(kind.__name__, kind, "attribute") for kind in type(value).__mro__ if _is_users(kind))
+
+
+def _defaults_of(function: types.FunctionType) -> dict[str, Any]:
+    """The defaults of a function's arguments."""
+    code, given = function.__code__, function.__defaults__ or ()
+    first = code.co_argcount - len(given)
+    return {**dict(zip(code.co_varnames[first:], given, strict=False)), **(function.__kwdefaults__ or {})}
+
+
+def _names_in(code: types.CodeType) -> frozenset[str]:
+    """The names of globals and attributes in a function, and in the functions that it defines."""
+    inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
+    return frozenset(code.co_names).union(*map(_names_in, inner))
+
+
+def _is_users_module(module: types.ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and not file.startswith(_INSTALLED)

@@ -9,9 +9,10 @@ import math
 import threading
 import traceback
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -33,7 +34,16 @@ from .arguments import (
     text_of,
     what_changes,
 )
-from .checks import Elsewhere, Outcome, beyond_noise, optimizer_of, problems, shown, written_argument
+from .checks import (
+    Elsewhere,
+    Outcome,
+    beyond_noise,
+    changed_argument,
+    optimizer_of,
+    problems,
+    shown,
+    written_argument,
+)
 from .diagnosis import diagnose_capture
 from .guards import Guards
 from .hooks import Inside, hook_name, hooks_of, is_inside_another, is_of_monitor, rehearsing, watching_mode
@@ -80,6 +90,8 @@ class _Captured:
     rehearsals: list[tuple[GradientMonitor, Rehearsal]]
     """Monitors, and what a replay adds to each."""
     verified: int = 0
+    changed: list[Change] = field(default_factory=list)
+    """Attributes that have changed since the last comparison with a plain step."""
 
 
 class CapturedStep(StepHolder):
@@ -191,6 +203,8 @@ class CapturedStep(StepHolder):
         self._warned: set[str] = set()
         self._waits: list[str] = []
         """Lines of the last plain call that waited for the device."""
+        self._returned: list[weakref.ref[torch.Tensor]] = []
+        """Tensors of the last result, which the caller may keep where the step can reach them."""
 
     # These are computed on demand: while an object that holds this step is copied or loaded, it has no attributes yet.
 
@@ -253,12 +267,14 @@ class CapturedStep(StepHolder):
                 return self._call(arguments)
             except _Refused as error:
                 if self._options["fallback"] is None:
-                    raise RuntimeError(str(error)) from error.__cause__
+                    raise
                 _warn(f"{error}\nfallback='eager': from now on the step is called as it is.")
-                result = error.result or (self._plain(arguments),)
                 self.reset()
                 self._maker = None
-                return result[0]
+                if error.result:
+                    return error.result[0]
+                args, kwargs = arguments.build()
+                return self._step(*args, **kwargs)
 
     def plain(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the step as it is. Allowed at any time: graphs and plain calls have one state."""
@@ -276,6 +292,8 @@ class CapturedStep(StepHolder):
         try:
             with Inside(self):
                 yield
+        except _Refused as error:
+            raise RuntimeError(str(error)) from error.__cause__
         finally:
             self._lock.release()
 
@@ -288,8 +306,9 @@ class CapturedStep(StepHolder):
         captured, changed = self._matching(arguments.form)
         if captured is None:
             if self._num_plain < self._options["warmup"] or self._known.get(arguments.form) != changed:
+                result = self._plain(arguments)
                 self._remember(arguments, changed)
-                return self._plain(arguments)
+                return result
             captured = self._capture(arguments)
         if any(monitor._records_one_of(rehearsal.steps) for monitor, rehearsal in captured.rehearsals):
             return self._plain(arguments)
@@ -321,11 +340,23 @@ class CapturedStep(StepHolder):
         with self._maker.side_by_side() as self._waits:
             result = self._step(*args, **kwargs)
         flatten(result, refuse_result)
-        return self._owned(each_tensor(torch.Tensor.detach, result))
+        result = self._owned(each_tensor(torch.Tensor.detach, result))
+        if name := arguments.changed_in((args, kwargs)):
+            error = _Refused(f"CapturedStep: {changed_argument(name)}")
+            error.result = (result,)
+            raise error
+        return result
 
     def _owned(self, result: Any) -> Any:
         """What the caller gets: copies, because later calls write to results that share memory with the state."""
-        return each_tensor(torch.Tensor.clone, result) if self._options["copy_outputs"] else result
+        self._returned = []
+
+        def owned(tensor: torch.Tensor) -> torch.Tensor:
+            tensor = tensor.clone() if self._options["copy_outputs"] else tensor
+            self._returned.append(weakref.ref(tensor))
+            return tensor
+
+        return each_tensor(owned, result)
 
     def _replay(self, captured: _Captured, arguments: Arguments) -> Any:
         if captured.inputs:
@@ -347,17 +378,7 @@ class CapturedStep(StepHolder):
                 if change.kind in ("number", "rate"):
                     raise _Refused(f"CapturedStep: {_changed_option(change, self._state)}")
             if all(change.kind == "attribute" for change in changes):
-                # Perhaps the step does not read it: compare a replay with a plain step, if that is wanted.
-                for change in captured.guards.accept(changes):
-                    known = (
-                        "Two comparisons of a replay with a plain step have found no effect, and there will be no "
-                        "more. If the step uses it at some calls only"
-                        if self._options["verify"]
-                        else "With verify=0, no replay is compared with a plain step. If the step uses it"
-                    )
-                    self._warn_once(f"{change.name} changes between the calls. {known}, pass it as an argument")
-                if changes:
-                    captured.verified = min(captured.verified, max(self._options["verify"] - 1, 0))
+                self._accept(captured, changes)
                 return captured, None
             if replaced := next((change.name for change in changes if change.kind == "identity"), None):
                 self._drop(captured)
@@ -371,6 +392,33 @@ class CapturedStep(StepHolder):
             else:
                 changed += [(change.name, str(change.now)) for change in changes]
         return None, changed
+
+    def _accept(self, captured: _Captured, changes: list[Change]) -> None:
+        """Attributes have changed, which the step may not read: compare a replay with a plain step, if it is wanted."""
+        verify = self._options["verify"]
+        # Where a tensor has become another one with the same numbers, a comparison shows nothing.
+        equal = [change for change in changes if verify and change.has_equal_numbers]
+        for change in captured.guards.accept([change for change in changes if change not in equal]):
+            is_tensor = change.is_of_a_tensor and isinstance(change.before, torch.Tensor)
+            if change.is_of_a_number or (is_tensor and all(result() is not change.now for result in self._returned)):
+                known = (
+                    "Two comparisons of a replay with a plain step have found no effect, and there will be no more. If "
+                    "the step uses it at some calls only"
+                    if verify
+                    else "With verify=0, no replay is compared with a plain step. If the step uses it"
+                )
+                self._warn_once(f"{change.name} changes between the calls. {known}, pass it as an argument")
+        for change in equal:
+            self._replaced[change.name] += 1
+            if self._replaced[change.name] == _OFTEN:
+                self._warn_once(
+                    f"{change.name} has been replaced between the calls {_OFTEN} times by another tensor with the same "
+                    "numbers. Each time a replay is compared with a plain step, which is slower than plain calls; "
+                    "write to the same tensor with copy_()"
+                )
+        if changes:
+            captured.changed = changes
+            captured.verified = min(captured.verified, max(verify - 1, 0))
 
     def _drop(self, captured: _Captured) -> None:
         captured.graph.reset()
@@ -398,6 +446,8 @@ class CapturedStep(StepHolder):
             for (place, _), tensor, version in zip(places, inputs, versions, strict=True):
                 if tensor._version != version:
                     raise _Refused(f"CapturedStep: {written_argument(place)}")
+            if name := arguments.changed_in((args, kwargs), inputs):
+                raise _Refused(f"CapturedStep: {changed_argument(name)}")
             for problem in problems(before, self._state, verifies=self._options["verify"] > 1):
                 raise _Refused(f"CapturedStep: {problem}")
             gradients, changes = before.gradients(), list(before.changes())
@@ -460,10 +510,10 @@ class CapturedStep(StepHolder):
 
     def _diagnosed(self, arguments: Arguments) -> str:
         """What `diagnose_capture` finds, for an error message."""
-        args, kwargs = arguments.build()
         before = Snapshot(self._state, lambda tensor: False)
         try:
-            diagnosis = diagnose_capture(lambda _: self._step(*args, **kwargs), [0, 1], *self._given)
+            batches = [arguments.build()] * 2
+            diagnosis = diagnose_capture(lambda args, kwargs: self._step(*args, **kwargs), batches, *self._given)
         except Exception:  # the error that is being reported
             return ""
         finally:
@@ -492,6 +542,7 @@ class CapturedStep(StepHolder):
         captured.guards.keep_gradients()
         captured.guards.accept_effects()
         captured.verified += 1
+        changed, captured.changed = captured.changed, []
         if differences := replayed.differences(wanted):
             begin.restore()
             with rehearsing(self._state):
@@ -503,9 +554,16 @@ class CapturedStep(StepHolder):
             if wrong is not None:
                 self._drop(captured)
                 much = "" if wrong[1] == math.inf else f" by {wrong[1]:.3g}"
+                since = ""
+                if changed:
+                    names = ", ".join(dict.fromkeys(map(shown, changed)))
+                    since = (
+                        f". Between the calls, {names} changed, and a graph keeps what was captured; pass it to the "
+                        "step as an argument (a tensor, if it keeps changing), or call reset() after a change"
+                    )
                 error = _Refused(
                     f"CapturedStep: a replay differs from a plain step, in {wrong[0]}{much}; the plain step was kept"
-                    f"{found}"
+                    f"{since}{found}"
                 )
                 error.result = (result,)
                 raise error
