@@ -74,7 +74,7 @@ class PythonReads(TorchFunctionMode):
 class Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.calls: list[tuple[Any, ...]] = []
         self.made: dict[int, torch.UntypedStorage] = {}
         self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self.replays = 0
@@ -105,6 +105,7 @@ class Tape(TorchDispatchMode):
                     tree_map(lambda x: hold(x) if isinstance(x, torch.Tensor) else x, part)
                     for part in (args, kwargs, result)
                 ),
+                torch.is_grad_enabled(),
             )
         )
         return result
@@ -118,7 +119,7 @@ class Tape(TorchDispatchMode):
         self.replays += 1
         for storage in self.made.values():
             torch.empty(0, dtype=torch.uint8).set_(storage).fill_(POISON)
-        for func, args, kwargs, result in self.calls:
+        for func, args, kwargs, result, has_grad in self.calls:
             schema = getattr(func, "_schema", None)
             if schema is not None and schema.is_mutable:
                 func(*args, **kwargs)
@@ -127,7 +128,9 @@ class Tape(TorchDispatchMode):
             wanted = tensors_of(result)
             if wanted and all(memory(tensor) in operands for tensor in wanted):
                 continue  # a view
-            for own, new in zip(wanted, tensors_of(func(*args, **kwargs)), strict=True):
+            with torch.set_grad_enabled(has_grad):  # on which the results of an LSTM depend
+                results = tensors_of(func(*args, **kwargs))
+            for own, new in zip(wanted, results, strict=True):
                 own.copy_(new)
 
     def launches(self) -> int | None:

@@ -180,6 +180,26 @@ def test_tensors_without_contents():
     assert gs.diagnose_capture(step, batches(2), model, optimizer).ok
 
 
+class RecurrentModel(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.memory, self.head = torch.nn.LSTM(6, 8, batch_first=True), torch.nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.memory(x[:, None].expand(-1, 4, -1))[0][:, -1])
+
+
+def test_a_recurrent_network():
+    def make():
+        learner = Learner(OPTIMIZERS["adam_fused"])
+        learner.model = RecurrentModel()
+        learner.optimizer = OPTIMIZERS["adam_fused"](learner.model.parameters())
+        return learner
+
+    learner, reference = make(), make()
+    assert_same(learner, gs.CapturedStep(learner.step, *learner.state()), reference, reference.step, batches(20))
+
+
 def test_micro_batches_accumulate_in_one_step():
     def make():
         learner = Learner()
@@ -959,7 +979,7 @@ def test_wrong_arguments_and_results():
     learner = Learner()
     update = gs.CapturedStep(learner.step, *learner.state())
     x, y = batches(1)[0]
-    with pytest.raises(TypeError, match=r"argument 1 is of type ndarray.*torch\.as_tensor"):
+    with pytest.raises(TypeError, match=r"argument 1 is of type numpy\.ndarray.*torch\.as_tensor"):
         update(x, y.numpy())
     with pytest.raises(ValueError, match=r"argument 0 requires grad"):
         update(x.requires_grad_(), y)
@@ -967,6 +987,8 @@ def test_wrong_arguments_and_results():
         update(x, y=[Counted(y)])
     with pytest.raises(TypeError, match="its result is of type object"):
         gs.CapturedStep(lambda: object())()
+    with pytest.raises(TypeError, match=r"its result is of type numpy\.float32.*write float\(\.\.\.\)"):
+        gs.CapturedStep(lambda: numpy.float32(1))()
     with pytest.raises(TypeError, match=r"its result\['a'\]\[0\] is of type set"):
         gs.CapturedStep(lambda: {"a": [set()]})()
     for arguments, error, match in (

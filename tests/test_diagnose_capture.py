@@ -509,6 +509,128 @@ def test_a_step_that_seeds(name):
     assert "before" in finding.remedy
 
 
+def test_draws_after_the_last_call_of_pytorch():
+    learner = Learner()
+
+    def step(x, y):
+        learner.step(x, y)
+        numpy.random.rand()
+
+    finding = only(found(step, *learner.state()))
+    assert (finding.code, finding.location is not None) == ("generator", True)
+
+
+def test_a_number_that_the_step_returns():
+    learner, calls = Learner(), [0]
+
+    def step(x, y):
+        calls[0] += 1
+        return {"loss": learner.step(x, y), "calls": calls[0], "best": float("nan")}
+
+    finding = only(found(step, *learner.state()))
+    assert (finding.code, finding.cause) == ("stale_number", "the step returns 2, then 3 in its result['calls']")
+    assert finding.source == "def step(x, y):"
+
+
+def test_a_number_in_a_loss_is_found_once():
+    """Not again in the backward pass."""
+    learner, calls = Learner(), [0]
+
+    def step(x, y):
+        calls[0] += 1
+        loss = (learner.model(x) - y).square().mean() * (1 / calls[0])  # here
+        learner.optimizer.zero_grad()
+        loss.backward()
+        learner.optimizer.step()
+
+    finding = only(found(step, *learner.state()))
+    assert finding.source.endswith("# here")
+
+
+def test_gradients_that_the_step_before_made():
+    learner = Learner()
+
+    def step(x, y):
+        learner.optimizer.step()
+        learner.optimizer.zero_grad()
+        (learner.model(x) - y).square().mean().backward()
+
+    finding = found(step, *learner.state()).findings[0]
+    assert (finding.code, finding.source) == ("unnamed_state", "learner.optimizer.step()")
+    assert "zero_grad(set_to_none=False)" in finding.remedy
+    learner = Learner()
+
+    def right(x, y):
+        learner.optimizer.step()
+        learner.optimizer.zero_grad(set_to_none=False)
+        (learner.model(x) - y).square().mean().backward()
+
+    assert found(right, *learner.state(), before=lambda: right(*batches(1)[0])).ok
+
+
+def test_a_functional_step():
+    """Its dict has other tensors after each step."""
+    weights = {"w": torch.ones(6, 3)}
+    own = weights["w"]
+
+    def step(x, y):
+        weights["w"] = weights["w"] - 0.1 * x.t() @ (x @ weights["w"] - y)
+
+    finding = found(step, weights).findings[0]
+    assert weights["w"] is own
+    assert (own == 1).all()
+    assert (finding.code, finding.source) == (
+        "unnamed_state",
+        'weights["w"] = weights["w"] - 0.1 * x.t() @ (x @ weights["w"] - y)',
+    )
+
+
+def test_an_argument_without_elements():
+    learner = Learner()
+    given = [(*batch, torch.zeros(0, 3)) for batch in batches(2)]
+    assert found(lambda x, y, z: (learner.step(x, y), z.sum()), *learner.state(), given=given).ok
+
+
+def test_tensors_that_numpy_converts():
+    """The line is the user's, not NumPy's."""
+    learner = Learner()
+
+    def step(x, y):
+        return float(numpy.mean([learner.step(x, y).detach(), x.mean()]))  # here
+
+    diagnosis = found(step, *learner.state())
+    assert {code for code, _ in codes(diagnosis)} == {"sync"}
+    assert all(finding.source.endswith("# here") for finding in diagnosis.findings)
+
+
+def test_a_schedule_of_the_momentum():
+    learner = Learner(lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3), fused=True))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(learner.optimizer, 0.1, total_steps=50)
+
+    def step(x, y):
+        learner.step(x, y)
+        schedule.step()
+
+    found_here = found(step, *learner.state(), schedule)
+    betas = [finding for finding in found_here.findings if "betas" in finding.cause]
+    assert len(betas) == 1
+    assert "cycle_momentum=False" in betas[0].remedy
+    assert not any("step count" in finding.cause for finding in found_here.findings)
+
+
+def test_a_schedule_that_does_not_change_the_rate_here():
+    learner = Learner()
+    schedule = torch.optim.lr_scheduler.StepLR(learner.optimizer, 100)
+
+    def step(x, y):
+        learner.step(x, y)
+        schedule.step()
+
+    finding = only(found(step, *learner.state(), schedule))
+    assert (finding.code, finding.source) == ("stale_number", "schedule.step()")
+    assert "step" not in vars(schedule)
+
+
 def test_a_step_that_seeds_its_own_generator():
     learner, generator = Learner(), torch.Generator()
 
@@ -534,7 +656,7 @@ def test_a_step_with_checkpoints(preserve):
     finding = found(step, *learner.state()).findings
     assert bool(finding) == preserve
     if finding:
-        assert "preserve_rng_state=False" in finding[0].remedy
+        assert "such as dropout, out of torch.utils.checkpoint" in finding[0].remedy
 
 
 @pytest.mark.parametrize("library", ["Python's random", "NumPy's random"])

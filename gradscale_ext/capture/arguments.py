@@ -180,7 +180,7 @@ def argument(place: str) -> str:
 
 def refuse_argument(place: str, value: Any) -> Exception:
     return TypeError(
-        f"CapturedStep: {argument(place)} is of type {type(value).__name__}, but arguments are tensors, numbers, "
+        f"CapturedStep: {argument(place)} is of type {_type_name(value)}, but arguments are tensors, numbers, "
         "strings, bools, None, dtypes and devices, in lists, tuples, dicts, dataclasses and registered pytree nodes"
         + ("; write torch.as_tensor(...)" if hasattr(value, "__array__") else "")
     )
@@ -188,9 +188,16 @@ def refuse_argument(place: str, value: Any) -> Exception:
 
 def refuse_result(place: str, value: Any) -> Exception:
     return TypeError(
-        f"CapturedStep: its result{place} is of type {type(value).__name__}, but a step returns tensors, numbers, "
+        f"CapturedStep: its result{place} is of type {_type_name(value)}, but a step returns tensors, numbers, "
         "strings, bools, None, dtypes and devices, in lists, tuples, dicts, dataclasses and registered pytree nodes"
+        + ("; write float(...)" if hasattr(value, "__float__") else "")
     )
+
+
+def _type_name(value: Any) -> str:
+    """The name of a type. NumPy has numbers whose names are those of PyTorch's dtypes."""
+    kind = type(value)
+    return f"numpy.{kind.__name__}" if kind.__module__ == "numpy" else kind.__name__
 
 
 def _form_text(form: Any) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from .arguments import Leaf, argument
-from .remedies import rate_remedy, scheduler_remedy, step_count_remedy
+from .remedies import option_remedy, scheduler_remedy, step_count_remedy
 from .snapshot import Change, Snapshot, is_equal
 from .state import ROLES_REPLACED, State, memory_of
 
@@ -102,7 +102,7 @@ def _remedy(change: Change, state: State) -> str:
     if is_updater and not isinstance(root, torch.optim.Optimizer | torch.amp.GradScaler):
         return scheduler_remedy()
     if change.key == "lr":
-        return f"write {rate_remedy(optimizer_of(change.name, state))}"
+        return f"write {option_remedy(optimizer_of(change.name, state), change.key)}"
     return "change it outside of the step, and call reset() after a change"
 
 

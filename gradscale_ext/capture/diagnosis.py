@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -9,11 +11,13 @@ from typing import Any
 import torch
 
 from .. import _context, _structures
+from ..diagnosis.lines import Location, users_line
+from .arguments import flatten, refuse_result
 from .hooks import Inside, hook_location, hook_name, hooks_of, is_of_monitor, rehearsing
-from .remedies import TENSOR_RATE, rate_remedy, scheduler_remedy, step_count_remedy
+from .remedies import TENSOR_RATE, option_remedy, scheduler_remedy, step_count_remedy
 from .report import CaptureDiagnosis, Findings
 from .snapshot import Snapshot
-from .state import ROLES_REPLACED, State
+from .state import ROLES_REPLACED, Item, State
 from .watch import Call, Watch, counts_steps
 
 
@@ -71,7 +75,7 @@ def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: A
     own = State("diagnose_capture", state)
     if name := own.uninitialized():
         raise ValueError(f"diagnose_capture: {name} is uninitialized; call its lazy module once before")
-    before, watches, findings = Snapshot(own), list[Watch](), Findings()
+    before, watches, results, findings = Snapshot(own), list[Watch](), list[Any](), Findings()
     for name, hook in hooks_of(own):
         if not is_of_monitor(hook):
             cause = f"{name} has the hook {hook_name(hook)}, which a replay does not run"
@@ -82,12 +86,12 @@ def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: A
             copies: list[torch.Tensor] = []
             given = _copied(batch if isinstance(batch, tuple) else (batch,), copies)
             numbers.append(_numbers_of_groups(own))
-            known = [*(item.value for item in own.tensors() if item.role not in ROLES_REPLACED), *copies]
             is_first = index == 0
             before_it = None if index < 2 else watches[-1]
+            known = [*(item.value for item in own.tensors() if _exists_before(item, before_it)), *copies]
             watches.append(Watch(known, own.generators(), None if is_first else findings, before_it))
-            with Inside(watches), rehearsing(own), watches[-1].recording():
-                step(*given)
+            with Inside(watches), rehearsing(own), _noting_schedulers(own) as places, watches[-1].recording():
+                results.append(step(*given))
         watches[-1].find_replaced(own.tensors("kept", "optimizer"))
         numbers.append(_numbers_of_groups(own))
         counts.append(_counts_of_schedulers(own))
@@ -96,7 +100,8 @@ def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: A
             watch.restore_foreign()
         before.restore()
     _Comparison(watches[1:], numbers[1:], findings).run()
-    _add_schedulers(own, counts[0], counts[1], watches[-1].calls, findings)
+    _compare_results(step, results[1:], findings)
+    _add_schedulers(counts[0], counts[1], places, findings)
     return CaptureDiagnosis(findings.found, len(watches[-1].calls))
 
 
@@ -127,14 +132,41 @@ def _copied(batch: Any, copies: list[torch.Tensor]) -> Any:
     return _structures.mapped("diagnose_capture", copied, batch)
 
 
-def _numbers_of_groups(state: State) -> dict[int, list[dict[str, float]]]:
+def _exists_before(item: Item, before_it: Watch | None) -> bool:
+    """True for tensors that a graph may read: those that a step makes for the next one are not."""
+    if item.role == "gradient" and before_it is not None:
+        return not before_it.has_made(item.value)
+    return item.role not in ROLES_REPLACED
+
+
+def _compare_results(step: Any, results: list[Any], findings: Findings) -> None:
+    """Find numbers that the step returns and that differ, unless it reads tensors, which is a finding already."""
+    try:
+        leaves = [flatten(result, refuse_result)[1] for result in results]
+    except TypeError:  # CapturedStep says so
+        return
+    if any(finding.code == "sync" for finding in findings.found):
+        return
+    for one, other in itertools.pairwise(leaves):
+        for (place, value), (also, now) in zip(one, other, strict=False):
+            is_number = place == also and isinstance(value, int | float | str) and type(value) is type(now)
+            if is_number and not _same(value, now):
+                where = f" in its result{place}" if place else ""
+                cause = f"the step returns {_text(value)}, then {_text(now)}{where}"
+                remedy = "return a tensor of the device, or compute the number outside of the step"
+                findings.add("stale_number", cause, hook_location(step), remedy, key=place)
+
+
+def _numbers_of_groups(state: State) -> dict[int, list[dict[str, Any]]]:
     """The numbers in the parameter groups of optimizers, by the optimizers' ids."""
     return {
-        id(optimizer): [
-            {k: v for k, v in group.items() if isinstance(v, int | float)} for group in optimizer.param_groups
-        ]
+        id(optimizer): [{k: v for k, v in group.items() if _is_numeric(v)} for group in optimizer.param_groups]
         for optimizer in state.optimizers().values()
     }
+
+
+def _is_numeric(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, tuple) and all(map(_is_numeric, value)))
 
 
 def _counts_of_schedulers(state: State) -> dict[str, list[int]]:
@@ -149,25 +181,54 @@ def _counts(scheduler: Any) -> list[int]:
     return parts or [scheduler.last_epoch]
 
 
+@contextlib.contextmanager
+def _noting_schedulers(state: State) -> Iterator[dict[str, Location | None]]:
+    """The lines on which schedulers of the state are called in this context."""
+    places: dict[str, Location | None] = {}
+
+    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            places.setdefault(name, users_line())
+            return call(*args, **kwargs)
+
+        return step
+
+    schedulers = {n: root for n, root in state.roots.items() if isinstance(root, torch.optim.lr_scheduler.LRScheduler)}
+    with contextlib.ExitStack() as work:
+        for name, scheduler in schedulers.items():
+            work.enter_context(_replaced(scheduler, "step", noting(name, scheduler.step)))
+        yield places
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name) if before is None else setattr(owner, name, before)
+
+
 def _add_schedulers(
-    state: State, before: dict[str, list[int]], after: dict[str, list[int]], calls: list[Call], findings: Findings
+    before: dict[str, list[int]], after: dict[str, list[int]], places: dict[str, Location | None], findings: Findings
 ) -> None:
     """Report the schedulers that the step calls, unless there is a finding about a learning rate."""
     for name, counts in before.items():
         if counts != after[name] and not any(TENSOR_RATE in finding.remedy for finding in findings.found):
-            places = [call.location for call in calls if call.owner is state.roots[name]]
             cause = f"the step calls {name}.step(), which counts on the host and decides there what the rate becomes"
-            findings.add("stale_number", cause, places[0] if places else None, scheduler_remedy())
+            findings.add("stale_number", cause, places.get(name), scheduler_remedy())
 
 
 class _Comparison:
     """Compares each step with the next one."""
 
     def __init__(
-        self, watches: list[Watch], numbers: list[dict[int, list[dict[str, float]]]], findings: Findings
+        self, watches: list[Watch], numbers: list[dict[int, list[dict[str, Any]]]], findings: Findings
     ) -> None:
         """`numbers`: of parameter groups, before each step and after the last one."""
         self._watches, self._group_numbers, self._findings = watches, numbers, findings
+        self._values = set[str]()
 
     def run(self) -> None:
         """Add findings for everything that differs."""
@@ -198,7 +259,9 @@ class _Comparison:
             names = ["nothing" if call is None else f"{call.shown} at {call.location}" for call in here]
             place = next((call.location for call in here if call is not None), None)
             cause = f"one step calls {names[0]}, the next {names[1]}"
-            self._findings.add("changing_operators", cause, place)
+            owners = {type(call.owner) for call in here if call is not None}
+            is_schedule = any(issubclass(owner, torch.optim.lr_scheduler.LRScheduler) for owner in owners)
+            self._findings.add("changing_operators", cause, place, scheduler_remedy() if is_schedule else None)
         if end:
             yield from zip(first[-end:], second[-end:], strict=True)
 
@@ -211,12 +274,16 @@ class _Comparison:
         if changed and one.name != "aten._local_scalar_dense.default":
             self._add_number(one, *changed[0], index)
         for (memory, shape), (now, _) in zip(one.foreign, other.foreign, strict=False):
-            if memory._cdata != now._cdata:
+            is_known = self._findings.has_any("unnamed_state", one.location)
+            if memory._cdata != now._cdata and memory.nbytes() and not is_known:
                 cause = f"{one.shown} reads a tensor of shape {list(shape)} from another memory at each step"
                 self._findings.add("host_copy", cause, one.location, key="memory")
 
     def _add_number(self, call: Call, before: Any, after: Any, index: int) -> None:
         values = f"{_text(before)}, then {_text(after)}"
+        if call.is_backward and values in self._values:
+            return  # of the forward pass
+        self._values.add(values)
         if isinstance(call.owner, torch.optim.Optimizer):
             self._add_optimizer_number(call, call.owner, values, index)
             return
@@ -240,9 +307,10 @@ class _Comparison:
                             f"{kind}.param_groups[{group}]['{key}'] is a Python number that changes: "
                             f"{_text(was[key])}, then {_text(now[key])}; a graph keeps the first"
                         )
-                        remedy = rate_remedy(optimizer) if key == "lr" else None
+                        remedy = option_remedy(optimizer, key) or None
                         self._findings.add("stale_number", cause, call.location, remedy, key=("group", key))
-        if counts_steps(optimizer) or not found:
+        is_on_device = all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+        if (counts_steps(optimizer) and not is_on_device) or not found:
             cause = f"{kind} computes with its step count as a Python number ({call.shown} gets {values})"
             self._findings.add("stale_number", cause, call.location, step_count_remedy(optimizer), key="read")
 

@@ -23,8 +23,8 @@ INSTEAD_OF_READS = {
 }
 #: What to write in place of seeds in a step.
 RESEEDING_REMEDY = (
-    "seed before the steps; for the same numbers at each step, draw them before and pass them as an argument; with "
-    "torch.utils.checkpoint, write preserve_rng_state=False"
+    "seed before the steps; for the same numbers at each step, draw them before and pass them as an argument; leave "
+    "modules that draw, such as dropout, out of torch.utils.checkpoint"
 )
 #: How users make a learning rate that schedules may change.
 TENSOR_RATE = "lr=torch.tensor(0.001, device=device)"
@@ -50,6 +50,13 @@ def rate_remedy(optimizer: torch.optim.Optimizer | None = None) -> str:
     kind = "the optimizer" if optimizer is None else type(optimizer).__name__
     fused = ", fused=True" if optimizer is None or _accepts(optimizer, "fused") else ""
     return f"{kind}(..., {TENSOR_RATE}{fused}): schedulers change a tensor with fill_()"
+
+
+def option_remedy(optimizer: torch.optim.Optimizer | None, key: str) -> str:
+    """What to write where a number in the parameter groups changes; empty if the program decides."""
+    if key == "lr":
+        return rate_remedy(optimizer)
+    return "cycle_momentum=False for a scheduler that changes it" if key in ("betas", "momentum") else ""
 
 
 def scheduler_remedy() -> str:

@@ -92,3 +92,7 @@ class Findings:
     def has(self, code: Code, location: Location | None, key: Any) -> bool:
         """True if there is such a finding."""
         return (code, location, key) in self._seen
+
+    def has_any(self, code: Code, location: Location | None) -> bool:
+        """True if there is a finding of this kind on the line."""
+        return any(seen[:2] == (code, location) for seen in self._seen)

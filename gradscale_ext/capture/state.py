@@ -133,17 +133,22 @@ class State:
         """Collect the objects from nested lists, tuples and dicts. Raises TypeError for other types."""
         self._step = step
         roots: list[Any] = []
-        left = [(f"state[{index}]", value) for index, value in reversed(list(enumerate(given)))]
+        self._containers: list[Item] = []
+        left = [(f"state[{index}]", value, False) for index, value in reversed(list(enumerate(given)))]
         while left:
-            place, value = left.pop()
+            place, value, is_held = left.pop()
             if isinstance(value, torch.Tensor | torch.Generator) or _is_stateful(value):
-                if not any(value is root for root in roots):
+                # A list or dict may hold another tensor later.
+                is_new = not any(value is root for root in roots)
+                if is_new and not (is_held and isinstance(value, torch.Tensor)):
                     roots.append(value)
-                    left += [(place, held) for held in _updaters_in(value)]
-            elif isinstance(value, list | tuple):
-                left += [(f"{place}[{index}]", item) for index, item in reversed(list(enumerate(value)))]
-            elif isinstance(value, Mapping):
-                left += [(f"{place}[{key!r}]", item) for key, item in reversed(list(value.items()))]
+                    left += [(place, held, False) for held in _updaters_in(value)]
+            elif isinstance(value, list | tuple | Mapping):
+                if isinstance(value, list | dict):
+                    self._containers.append(Item(place, value, "kept"))
+                is_held = isinstance(value, list | dict) or (is_held and isinstance(value, tuple))
+                pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+                left += [(f"{place}[{key!r}]", item, is_held) for key, item in reversed(list(pairs))]
             else:
                 raise TypeError(
                     f"{function}: state must be modules, optimizers, schedulers, tensors or torch.Generators, or "
@@ -165,6 +170,7 @@ class State:
         own_names = {id(root): name for name, root in self.roots.items() if isinstance(root, _UPDATERS)}
         left = [(Item("step", self._step, "reached"), 0)]
         left += [(Item(name, hooks, "hooks"), 0) for name, hooks in hooks_of_all()]
+        left += [(item, 0) for item in self._containers]
         left += [(Item(name, root, "kept"), 0) for name, root in reversed(self.roots.items())]
         while left:
             item, depth = left.pop()

@@ -47,7 +47,7 @@ from .checks import (
 from .diagnosis import diagnose_capture
 from .guards import Guards
 from .hooks import Inside, hook_name, hooks_of, is_inside_another, is_of_monitor, rehearsing, watching_mode
-from .remedies import rate_remedy
+from .remedies import option_remedy
 from .snapshot import Change, Snapshot
 from .state import State, StepHolder
 from .watch import location_of
@@ -633,7 +633,7 @@ def _changed_option(change: Change, state: State) -> str:
     if change.kind == "rate":
         return f"{change.name} is another tensor than the captured one; change that one with fill_() or copy_()"
     then, now = (f"{value:.6g}" if isinstance(value, float) else str(value) for value in (change.before, change.now))
-    remedy = "call reset() after a change, which captures again"
-    if change.key == "lr":
-        remedy = f"write {rate_remedy(optimizer_of(change.name, state))}"
+    own = option_remedy(optimizer_of(change.name, state), change.key)
+    remedies = ["call reset() after a change, which captures again"] if change.key != "lr" else []
+    remedy = ", or ".join([*remedies, *([f"write {own}"] if own else [])])
     return f"{change.name} is {now}, but a graph keeps {then}, the value that was captured; {remedy}"

@@ -81,6 +81,8 @@ class Call:
     """True if this package made the call for the user."""
     owner: Any
     """The optimizer or scheduler whose step made the call."""
+    is_backward: bool
+    """True in a backward pass."""
     foreign: tuple[tuple[torch.UntypedStorage, tuple[int, ...]], ...] = ()
     """Memory that existed before the step and belongs to neither the state nor the arguments, with tensors' shapes."""
 
@@ -127,6 +129,7 @@ class Watch:
             _Operators(self),
         ):
             yield
+        self._find_draws()
 
     def restore_foreign(self) -> None:
         """Put back what the step changed outside of the state: memory and generators."""
@@ -223,7 +226,7 @@ class Watch:
                     "would read the one of the step that was captured",
                     call.location,
                     "keep it in a tensor that exists before the step, write to it with copy_(), and name it in the "
-                    "state",
+                    "state; for gradients, write zero_grad(set_to_none=False)",
                     key="survivor",
                 )
 
@@ -243,36 +246,33 @@ class Watch:
         self._findings.add("sync", cause, call.location, remedy, key=call.library)
 
     def _add_read_of_optimizer(self, call: Call, optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> None:
-        states = [state for state in optimizer.state.values() if isinstance(state, dict)]
-        held = ((key, value) for state in states for key, value in state.items() if isinstance(value, torch.Tensor))
-        name = next((key for key, value in held if self._key(value) == self._key(tensor)), None)
-        has_tensor = any(isinstance(group.get("lr"), torch.Tensor) for group in optimizer.param_groups)
-        if name is None and has_tensor and not counts_steps(optimizer):
-            what = "its learning rate, a tensor,"
-        elif name == "step" or (name is None and counts_steps(optimizer)):
-            what = "its step count"
-        else:
-            what = "values" if name is None else f"its {name}"
+        dicts = *(state for state in optimizer.state.values() if isinstance(state, dict)), *optimizer.param_groups
+        held = ((key, value) for own in dicts for key, value in own.items() if isinstance(value, torch.Tensor))
+        name = next((key for key, value in held if self._key(value) == self._key(tensor)), "")
+        if not name:  # computed from one of them
+            has_tensor = any(isinstance(group.get("lr"), torch.Tensor) for group in optimizer.param_groups)
+            name = "step" if counts_steps(optimizer) else "lr" if has_tensor else ""
+        what = {"step": "its step count", "lr": "its learning rate, a tensor,", "": "values"}.get(name, f"its {name}")
         kind = type(optimizer).__name__
         cause = f"{kind} reads {what} on the host; a graph keeps the number ({abs(call.numbers[0]):.6g})"
         self._findings.add("stale_number", cause, call.location, step_count_remedy(optimizer), key="read")
 
     def _call(self, name: str, args: Any, kwargs: Any) -> Call:
-        states = host_generators()
-        changed = next((library for library in states if states[library] != self._random.get(library)), "")
-        self._random = states
         frame = users_frame()
         if frame is not None:  # threads of autograd have no frame of the user's
             self._location = Location(frame.f_code.co_filename, frame.f_lineno)
-        if changed:
-            cause = f"the step draws from {changed}; a graph would repeat the numbers of one step"
-            self._findings.add("generator", cause, self._location, key=changed)
-        self._find_seeds()
+        self._find_draws()
         shapes = tuple(tuple(tensor.shape) for tensor in _tensors((args, kwargs)))
-        return Call(name, tuple(_numbers((args, kwargs))), shapes, self._location, *_caller(frame))
+        is_backward = torch._C._current_graph_task_id() != -1
+        return Call(name, tuple(_numbers((args, kwargs))), shapes, self._location, *_caller(frame), is_backward)
 
-    def _find_seeds(self) -> None:
-        """Find generators that have changed since the last operator, which alone draws from them."""
+    def _find_draws(self) -> None:
+        """Find generators that have changed since the last operator. Only operators draw from PyTorch's."""
+        states = host_generators()
+        for library in [library for library, state in states.items() if state != self._random.get(library, state)]:
+            cause = f"the step draws from {library}; a graph would repeat the numbers of one step"
+            self._findings.add("generator", cause, self._location, key=library)
+        self._random = states
         now = states_of_torch(self._generators)
         for name in [name for name, state in now.items() if state != self._random_of_torch.get(name, state)]:
             cause = f"the step sets the state of {name}; a graph draws on from where the call before ended"
@@ -334,15 +334,19 @@ class Watch:
         reference, _ = self._made.get(memory._cdata, (None, None))
         return reference is not None and not reference.expired()  # type: ignore[no-untyped-call]
 
+    def has_made(self, tensor: torch.Tensor) -> bool:
+        """True if the step made the memory of a tensor."""
+        memory = memory_of(tensor)
+        return memory is not None and self._makes(memory)
+
     def find_replaced(self, tensors: Iterable[Item]) -> None:
         """Add a finding for each tensor whose memory the step has made."""
         for name, tensor, *_ in tensors:
-            memory = memory_of(tensor)
-            if memory is not None and self._makes(memory):
+            if self.has_made(tensor):
                 self._findings.add(
                     "unnamed_state",
                     f"the step replaces {name} by another tensor; a graph would read the one that was captured",
-                    self._made[memory._cdata][1],
+                    self._made[self._key(tensor)][1],
                     "keep one tensor, and write to it with copy_()",
                     key="replaced",
                 )

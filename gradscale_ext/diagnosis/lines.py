@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 
 _TORCH = os.path.dirname(torch.__file__)
-_TENSORDICT = os.path.join(os.path.dirname(_TORCH), "tensordict")
+_LIBRARIES = [os.path.join(os.path.dirname(_TORCH), name) for name in ("numpy", "tensordict")]
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_PACKAGES = (_TORCH, _TENSORDICT, _OURS, os.path.dirname(logging.__file__))
+_PACKAGES = (_TORCH, *_LIBRARIES, _OURS, os.path.dirname(logging.__file__))
 #: Beginnings of the paths of files whose lines are never the user's.
 NOT_THE_USERS = (*(package + os.sep for package in _PACKAGES), copy.__file__, contextlib.__file__)
 
