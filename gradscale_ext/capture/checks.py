@@ -106,6 +106,28 @@ def _remedy(change: Change, state: State) -> str:
     return "change it outside of the step, and call reset() after a change"
 
 
+def changed_between(changes: list[Change]) -> str:
+    """The end of an error that names what has changed between the calls; empty if nothing has."""
+    if not changes:
+        return ""
+    names = ", ".join(dict.fromkeys(map(shown, changes)))
+    return (
+        f". Between the calls, {names} changed, and a graph keeps what was captured; pass it to the step as an "
+        "argument (a tensor, if it keeps changing), or call reset() after a change"
+    )
+
+
+def changed_option(change: Change, state: State) -> str:
+    """The problem of an option of an optimizer that has changed between the calls."""
+    if change.kind == "rate":
+        return f"{change.name} is another tensor than the captured one; change that one with fill_() or copy_()"
+    then, now = (f"{value:.6g}" if isinstance(value, float) else str(value) for value in (change.before, change.now))
+    own = option_remedy(optimizer_of(change.name, state), change.key)
+    remedies = ["call reset() after a change, which captures again"] if change.key != "lr" else []
+    remedy = ", or ".join([*remedies, *([f"write {own}"] if own else [])])
+    return f"{change.name} is {now}, but a graph keeps {then}, the value that was captured; {remedy}"
+
+
 def optimizer_of(name: str, state: State) -> torch.optim.Optimizer | None:
     """The optimizer whose state or groups have something of this name in messages; None if there is none."""
     return state.optimizers().get(name.partition(".")[0])

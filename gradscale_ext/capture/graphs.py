@@ -7,7 +7,7 @@ import ctypes
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -153,3 +153,30 @@ def seeming_to_capture() -> Iterator[None]:
                 work.callback(delattr, owner, name)
             setattr(owner, name, answer)
         yield
+
+
+@contextlib.contextmanager
+def without_autocast_cache() -> Iterator[None]:
+    """Let autocast keep no converted weights: those of a graph would be used outside of it, and the other way round."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+        torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def capturable(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+    """Let fused optimizers be captured: their step counts are on the device, but PyTorch asks for `capturable`, too."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    wanting = [group for group in groups if group.get("fused") and group.get("capturable") is False]
+    for group in wanting:
+        group["capturable"] = True
+    try:
+        yield
+    finally:
+        for group in wanting:
+            group["capturable"] = False

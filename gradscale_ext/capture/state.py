@@ -218,6 +218,17 @@ class State:
         """The generators among the objects."""
         return [root for root in self.roots.values() if isinstance(root, torch.Generator)]
 
+    def device(self) -> torch.device:
+        """The device of the state. Raises ValueError for several."""
+        found: dict[torch.device, str] = {}
+        for name, tensor, *_ in self.tensors():
+            if tensor.device.type != "cpu":
+                found.setdefault(tensor.device, name)
+        if len(found) > 1:
+            places = ", ".join(f"{name} on {device}" for device, name in found.items())
+            raise ValueError(f"CapturedStep: all tensors of the state must be on one device, but it has {places}")
+        return next(iter(found), torch.device("cpu"))
+
     def tensors(self, *roles: Role) -> Iterator[Item]:
         """The tensors of the state that have one of the roles; without roles, every tensor, gradients included."""
         for item in self.walk():

@@ -39,7 +39,8 @@ from .checks import (
     Outcome,
     beyond_noise,
     changed_argument,
-    optimizer_of,
+    changed_between,
+    changed_option,
     problems,
     shown,
     written_argument,
@@ -47,7 +48,6 @@ from .checks import (
 from .diagnosis import diagnose_capture
 from .guards import Guards
 from .hooks import Inside, hook_name, hooks_of, is_inside_another, is_of_monitor, rehearsing, watching_mode
-from .remedies import option_remedy
 from .snapshot import Change, Snapshot
 from .state import State, StepHolder
 from .watch import location_of
@@ -214,7 +214,7 @@ class CapturedStep(StepHolder):
 
     @functools.cached_property
     def _device(self) -> torch.device:
-        return _device_of(self._state)
+        return self._state.device()
 
     @functools.cached_property
     def _maker(self) -> graphs.Graphs | None:
@@ -376,7 +376,7 @@ class CapturedStep(StepHolder):
             changes = captured.guards.changes()
             for change in changes:
                 if change.kind in ("number", "rate"):
-                    raise _Refused(f"CapturedStep: {_changed_option(change, self._state)}")
+                    raise _Refused(f"CapturedStep: {changed_option(change, self._state)}")
             if all(change.kind == "attribute" for change in changes):
                 self._accept(captured, changes)
                 return captured, None
@@ -440,7 +440,11 @@ class CapturedStep(StepHolder):
         args, kwargs = arguments.build(inputs)
         before = Snapshot(self._state, lambda tensor: tensor.device.type == "cpu")
         try:
-            with _without_autocast_cache(), _capturable(self._state), rehearsing(self._state) as rehearsals:
+            with (
+                graphs.without_autocast_cache(),
+                graphs.capturable(self._state.optimizers().values()),
+                rehearsing(self._state) as rehearsals,
+            ):
                 graph, result = self._maker.capture(lambda: self._step(*args, **kwargs), self._state.generators())
             self._refuse_results(flatten(result, refuse_result)[1])
             for (place, _), tensor, version in zip(places, inputs, versions, strict=True):
@@ -554,16 +558,9 @@ class CapturedStep(StepHolder):
             if wrong is not None:
                 self._drop(captured)
                 much = "" if wrong[1] == math.inf else f" by {wrong[1]:.3g}"
-                since = ""
-                if changed:
-                    names = ", ".join(dict.fromkeys(map(shown, changed)))
-                    since = (
-                        f". Between the calls, {names} changed, and a graph keeps what was captured; pass it to the "
-                        "step as an argument (a tensor, if it keeps changing), or call reset() after a change"
-                    )
                 error = _Refused(
                     f"CapturedStep: a replay differs from a plain step, in {wrong[0]}{much}; the plain step was kept"
-                    f"{since}{found}"
+                    f"{changed_between(changed)}{found}"
                 )
                 error.result = (result,)
                 raise error
@@ -588,52 +585,3 @@ def _integer(argument: str, value: Any, least: int) -> int:
     if value < least:
         raise ValueError(f"CapturedStep: {argument} must be at least {least}, but it is {value}")
     return int(value)
-
-
-def _device_of(state: State) -> torch.device:
-    """The device of the state. Raises ValueError for several."""
-    found: dict[torch.device, str] = {}
-    for name, tensor, *_ in state.tensors():
-        if tensor.device.type != "cpu":
-            found.setdefault(tensor.device, name)
-    if len(found) > 1:
-        places = ", ".join(f"{name} on {device}" for device, name in found.items())
-        raise ValueError(f"CapturedStep: all tensors of the state must be on one device, but it has {places}")
-    return next(iter(found), torch.device("cpu"))
-
-
-@contextlib.contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """Let autocast keep no converted weights: those of a graph would be used outside of it, and the other way round."""
-    enabled = torch.is_autocast_cache_enabled()
-    torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)
-        torch.clear_autocast_cache()
-
-
-@contextlib.contextmanager
-def _capturable(state: State) -> Iterator[None]:
-    """Let fused optimizers be captured: their step counts are on the device, but PyTorch asks for `capturable`, too."""
-    groups = [group for optimizer in state.optimizers().values() for group in optimizer.param_groups]
-    wanting = [group for group in groups if group.get("fused") and group.get("capturable") is False]
-    for group in wanting:
-        group["capturable"] = True
-    try:
-        yield
-    finally:
-        for group in wanting:
-            group["capturable"] = False
-
-
-def _changed_option(change: Change, state: State) -> str:
-    if change.kind == "rate":
-        return f"{change.name} is another tensor than the captured one; change that one with fill_() or copy_()"
-    then, now = (f"{value:.6g}" if isinstance(value, float) else str(value) for value in (change.before, change.now))
-    own = option_remedy(optimizer_of(change.name, state), change.key)
-    remedies = ["call reset() after a change, which captures again"] if change.key != "lr" else []
-    remedy = ", or ".join([*remedies, *([f"write {own}"] if own else [])])
-    return f"{change.name} is {now}, but a graph keeps {then}, the value that was captured; {remedy}"
