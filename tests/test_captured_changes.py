@@ -351,6 +351,28 @@ def test_functions_and_objects_that_are_replaced():
         refused(make, "a replay differs", at=8, before=at(8, change))
 
 
+def test_a_key_that_is_renamed():
+    """The dict has as many items, with the same values."""
+
+    def make():
+        learner = Learner()
+        learner.options = {"scale": 2.0}
+
+        def step(x, y):
+            loss = (learner.model(x) - y).square().mean() * learner.options.get("scale", 1.0)
+            learner.optimizer.zero_grad()
+            loss.backward()
+            learner.optimizer.step()
+            return loss
+
+        return learner, step
+
+    def rename(own):
+        own.options["other"] = own.options.pop("scale")
+
+    refused(make, "a replay differs from a plain step", at=8, before=at(8, rename))
+
+
 factor = 1.0
 
 

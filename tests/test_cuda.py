@@ -618,11 +618,10 @@ def test_edges_of_targets_and_logits(dtype, device):
     targets = {"value": [scalars], "gauss": [scalars], "policy": [visits]}
     _, found = check(heads, predictions, targets, device, dtype)
     assert found[2][:, 3].count_nonzero().item() == 0
-    classes = torch.tensor([0, 9, -1, 3, 8], device=device)
-    if device.type == "cuda":  # other devices check classes and raise an error
-        out = gs.multi_step_loss(
-            {"policy": gs.SoftCrossEntropy()}, {"policy": [policy.detach().to(device)]}, {"policy": [classes]}
-        )
+    for width in (9, 33, 1301, 4672) if device.type == "cuda" else ():  # other devices check classes and raise an error
+        classes = torch.tensor([0, width, -1, 3, width - 1], device=device)
+        logits = torch.zeros(5, width, device=device, dtype=dtype)
+        out = gs.multi_step_loss({"policy": gs.SoftCrossEntropy()}, {"policy": [logits]}, {"policy": [classes]})
         assert out.per_step["policy"].isnan()[:, 0].tolist() == [False, True, True, False, False]
 
 

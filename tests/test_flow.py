@@ -710,3 +710,12 @@ def test_compiled_autograd(name, dtype):
 
 def _eager_backend():
     return torch.compile(backend="eager")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_scale_keeps_its_digits_for_half_gradients_of_one_owner(dtype):
+    """Which are scaled in place."""
+    x = torch.zeros(1000, dtype=dtype, requires_grad=True)
+    factor = torch.linspace(1, 2, 1000).to(dtype)
+    (gs.scale_gradient(x, 1 / 3) * factor).sum().backward()  # nothing else has the gradient of the product
+    assert torch.equal(x.grad, (factor.double() / 3).to(dtype))

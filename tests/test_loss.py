@@ -1414,3 +1414,19 @@ def test_the_graph_of_an_exported_program_does_not_keep_targets():
 def test_the_reference_names_options_that_it_does_not_have():
     with pytest.raises(TypeError, match="no option 'bogus'; the options are step_weights, step_gradient_scale"):
         gs.reference.multi_step_loss(HEADS, *arguments(), bogus=1)
+
+
+@pytest.mark.parametrize("width", [5, 40, 601])
+@pytest.mark.parametrize("rows", [1, 20])
+def test_an_illegal_action_with_an_entropy_bonus_has_no_gradient(width, rows):
+    logits = torch.randn(rows, width, generator=torch.Generator().manual_seed(0))
+    logits[:, 1] = -math.inf
+    logits.requires_grad_()
+    targets = torch.zeros(rows, width)
+    targets[:, 0] = 1
+    heads = {"policy": gs.SoftCrossEntropy(entropy_weight=0.1)}
+    out = gs.multi_step_loss(heads, {"policy": [logits]}, {"policy": [targets]})
+    out.loss.backward()
+    assert logits.grad.isfinite().all()
+    assert (logits.grad[:, 1] == 0).all()
+    assert out.head_gradient_norms["policy"].isfinite()

@@ -286,3 +286,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", CHECKS)
 def test_two_ranks_are_one(name: str, outcomes: Path) -> None:
     assert_passed(name, RANKS, outcomes)
+
+
+def test_valid_mean_counts_no_steps_before_the_first():
+    heads = {"reward": gs.PerStepLoss(first_step=1), "value": gs.PerStepLoss()}
+    losses = {"reward": torch.ones(2, 2), "value": torch.ones(2, 3)}
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    out = gs.multi_step_loss(heads, losses, {}, mask=mask, reduction="valid_mean")
+    assert out.head_losses["reward"].item() == 1.0

@@ -1438,3 +1438,17 @@ def test_muzero_targets_on_a_device_without_kernels(options, without_kernels):
     options = {"num_unroll_steps": 4, "td_steps": 2, "discount": 0.9, **options}
     results = gs.muzero_targets(rewards, values, **options)
     assert_same(results, gs.reference.muzero_targets(rewards, values, **options), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("steps", [5, 300])
+def test_contiguous_rows_that_fill_several_tiles(steps):
+    """Rows without a mask are joined; their ends are at other places of each tile of 256 steps."""
+    data = random_data(0, 70, steps)
+    data["mask"] = None
+    narrow = {
+        name: value.float() if torch.is_tensor(value) and value.is_floating_point() else value
+        for name, value in data.items()
+    }
+    for function in ("lambda_returns", "generalized_advantages"):
+        for one, wanted in zip(call(function, narrow), call(function, data, gs.reference), strict=True):
+            torch.testing.assert_close(one.double(), wanted.double(), rtol=1e-4, atol=1e-4)
