@@ -94,6 +94,12 @@ def allows_graph_breaks() -> bool:
 allows_graph_breaks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def _runs_no_compiled_code() -> bool:
+    """Return True outside of functions that torch.compile has compiled. Those compile what they call, too."""
+    callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+    return callback is not None and callback() is None
+
+
 def in_eager_mode(reason: str) -> Callable[[Function], Function]:
     """Decorate a function that torch.compile leaves to eager mode, with a graph break. With fullgraph=True, its error
     contains the reason. `torch.compiler.disable` does the same, but imports the compiler, which takes a second."""
@@ -103,7 +109,7 @@ def in_eager_mode(reason: str) -> Callable[[Function], Function]:
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if "torch._dynamo" not in sys.modules:
+            if "torch._dynamo" not in sys.modules or _runs_no_compiled_code():
                 return function(*args, **kwargs)
             if not disabled:
                 disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]

@@ -83,7 +83,14 @@ void Guards::add_items(py::object items, const std::vector<bool>& wanted, bool h
       values_.push_back(own);
     }
   }
-  items_.push_back({container, has_fixed_size ? size_of(container) : -1, begin, values_.size()});
+  const Py_ssize_t size = has_fixed_size ? size_of(container) : -1;
+  if (PyDict_Check(container) && values_.size() == begin) {
+    if (size >= 0) {
+      sizes_.emplace_back(container, size);
+    }
+    return;
+  }
+  items_.push_back({container, size, begin, values_.size()});
 }
 
 void Guards::add_tensor(py::object tensor, Gradient kind, const std::optional<at::Tensor>& gradient) {
@@ -135,6 +142,11 @@ bool Guards::Memory::holds() const {
 }
 
 bool Guards::hold() const {
+  for (const auto& [dict, size] : sizes_) {
+    if (PyDict_GET_SIZE(dict) != size) {
+      return false;
+    }
+  }
   return std::all_of(items_.begin(), items_.end(), [this](const Items& items) { return holds(items); }) &&
          std::all_of(tensors_.begin(), tensors_.end(), [](const Memory& tensor) { return tensor.holds(); });
 }

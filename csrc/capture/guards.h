@@ -59,7 +59,8 @@ class Guards {
 
   std::vector<pybind11::object> kept_;
   std::vector<Items> items_;
-  std::vector<Value> values_; // of all containers
+  std::vector<std::pair<PyObject*, Py_ssize_t>> sizes_; // of dicts whose values may change, most of them empty
+  std::vector<Value> values_;                           // of all containers
   std::vector<Memory> tensors_;
   std::vector<std::pair<PyObject*, at::Tensor>> results_; // tensors and their gradients
 };

@@ -11,6 +11,7 @@ import torch
 from .. import _structures
 from .hooks import default_devices
 
+_CONTAINERS = (tuple, dict, list)
 _LEAVES = (torch.Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 #: The form of a structure, which can be compared: None for a leaf, else its type, and the keys and forms of its parts.
@@ -33,14 +34,14 @@ def flatten(value: Any, refuse: Refuse) -> tuple[Form, list[Leaf]]:
 
 
 def _form_of(value: Any, place: str, leaves: list[Leaf], refuse: Refuse) -> Form:
-    if isinstance(value, _LEAVES):
+    kind, parts = type(value), list[Any]()
+    if kind not in _CONTAINERS and isinstance(value, _LEAVES):
         leaves.append(Leaf(place, value))
         return None
-    parts: list[Any] = []
     for key, item in _items(value, place, refuse):
         name, shown = (key.name, f".{key.name}") if isinstance(key, dataclasses.Field) else (key, f"[{key!r}]")
         parts.append((name, _form_of(item, f"{place}{shown}", leaves, refuse)))
-    return type(value), *parts
+    return kind, *parts
 
 
 def _items(value: Any, place: str, refuse: Refuse) -> Iterable[tuple[Any, Any]]:
@@ -48,7 +49,7 @@ def _items(value: Any, place: str, refuse: Refuse) -> Iterable[tuple[Any, Any]]:
     kind = type(value)
     if kind is dict:
         return dict.items(value)
-    if kind is tuple or kind is list:
+    if kind in _CONTAINERS:
         return enumerate(value)
     if _structures.is_leaf(value):
         raise refuse(place, value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import math
@@ -11,7 +10,7 @@ import traceback
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -75,6 +74,27 @@ class _Refused(RuntimeError):
     """A call that no graph can make. If the step has run already, with its result."""
 
     result: tuple[Any, ...] = ()
+
+
+class _Running(Inside):
+    """The context of a call. Raises RuntimeError for another call in it, and for what no graph can do."""
+
+    def __init__(self, owner: CapturedStep) -> None:
+        super().__init__(owner)
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                "CapturedStep: the step is already running, in another thread or because it calls itself"
+            )
+        super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__()
+        self._lock.release()
+        if isinstance(error := raised[1], _Refused):
+            raise RuntimeError(str(error)) from error.__cause__
 
 
 @dataclass
@@ -193,7 +213,7 @@ class CapturedStep(StepHolder):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._step, self._given, self._options = state["step"], state["given"], state["options"]
-        self._lock = threading.Lock()
+        self._running = _Running(self)
         self._num_plain = 0
         self._known: dict[Form, Any] = {}
         """By form of arguments: what had changed at the last plain call, compared with the newest graph."""
@@ -261,7 +281,7 @@ class CapturedStep(StepHolder):
 
     @_context.in_eager_mode("CapturedStep: call it outside of a function with fullgraph=True, and compile its modules")
     def _by_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._locked():
+        with self._running:
             arguments = read(args, kwargs, self._device)
             try:
                 return self._call(arguments)
@@ -280,22 +300,8 @@ class CapturedStep(StepHolder):
         """Call the step as it is. Allowed at any time: graphs and plain calls have one state."""
         if self._maker is None or is_inside_another(self):
             return self._step(*args, **kwargs)
-        with self._locked():
+        with self._running:
             return self._plain(read(args, kwargs, self._device))
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                "CapturedStep: the step is already running, in another thread or because it calls itself"
-            )
-        try:
-            with Inside(self):
-                yield
-        except _Refused as error:
-            raise RuntimeError(str(error)) from error.__cause__
-        finally:
-            self._lock.release()
 
     def _call(self, arguments: Arguments) -> Any:
         if self._options["hooks"] == "raise" and (mode := watching_mode()):
