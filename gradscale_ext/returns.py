@@ -51,7 +51,7 @@ def _results(
         results = _C.returns(
             FORMULAS[function], rewards, values, next_values, ratios, discount, lambda_, *flags, clips, n, batch_first
         )
-        if not isinstance(results, Refusal):
+        if results:  # a Refusal is False, which is asked sooner than its type
             return results
     call = check_trajectories(
         function, rewards, values, next_values, discount, lambda_, *flags, batch_first, ratios=ratios, clips=clips, n=n

@@ -47,6 +47,11 @@ py::object without_gil(Compute compute) {
   return py::cast(result);
 }
 
+// Not inlined: the text of a reason is long code, which the checks of a call would be full of.
+[[noreturn]] C10_NOINLINE void refuse(const char* argument, py::handle given) {
+  throw Refusal{argument, came(given)};
+}
+
 // Reads the arguments of a call, or throws a Refusal. Values are only looked at on a CPU.
 class Reader {
  public:
@@ -138,8 +143,8 @@ class Reader {
   }
 
   static void require(bool condition, const char* argument, py::handle given) {
-    if (!condition) {
-      throw Refusal{argument, came(given)};
+    if (C10_UNLIKELY(!condition)) {
+      refuse(argument, given);
     }
   }
 

@@ -21,12 +21,12 @@ pybind11::object answer(Function call) {
   }
 }
 
-inline std::string type_of(pybind11::handle given) {
+C10_NOINLINE inline std::string type_of(pybind11::handle given) {
   return std::string("is of type ") + Py_TYPE(given.ptr())->tp_name;
 }
 
 // What came, for any object.
-inline std::string came(pybind11::handle given) {
+C10_NOINLINE inline std::string came(pybind11::handle given) {
   return THPVariable_CheckExact(given.ptr()) ? described(THPVariable_Unpack(given.ptr())) : type_of(given);
 }
 

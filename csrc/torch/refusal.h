@@ -17,8 +17,8 @@ struct Refusal {
   std::string came;     // "is ...", "has ..."
 };
 
-// What came, for a tensor.
-inline std::string described(const at::Tensor& tensor) {
+// What came, for a tensor. Not inlined, as the functions in gate.h: it is long, and rarely needed.
+C10_NOINLINE inline std::string described(const at::Tensor& tensor) {
   return c10::str("is ", tensor.scalar_type(), " of shape ", tensor.sizes(), " on ", tensor.device());
 }
 
