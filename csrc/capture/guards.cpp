@@ -53,12 +53,20 @@ const void* memory_of(const at::Tensor& tensor) {
   return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl()->data() : nullptr;
 }
 
-size_t count_hooks(const at::Tensor& tensor) {
-  if (torch::autograd::impl::get_autograd_meta(tensor) == nullptr) {
-    return 0;
-  }
-  return torch::autograd::impl::hooks(tensor).size() +
-         (torch::autograd::impl::post_acc_grad_hooks(tensor) != nullptr ? 1 : 0);
+// What autograd keeps for a tensor; null if nothing yet. Read without the functions of PyTorch, each of which is a call
+// into another library.
+const torch::autograd::AutogradMeta* autograd_of(const at::Tensor& tensor) {
+  return static_cast<torch::autograd::AutogradMeta*>(tensor.unsafeGetTensorImpl()->autograd_meta());
+}
+
+size_t count_hooks(const torch::autograd::AutogradMeta* autograd) {
+  return autograd == nullptr ? 0 : autograd->hooks_.size() + (autograd->post_acc_grad_hooks_ != nullptr ? 1 : 0);
+}
+
+// The gradient of a leaf.
+const at::Tensor& gradient_of(const torch::autograd::AutogradMeta* autograd) {
+  static const at::Tensor none;
+  return autograd == nullptr ? none : autograd->grad_;
 }
 
 } // namespace
@@ -96,7 +104,12 @@ void Guards::add_items(py::object items, const std::vector<bool>& wanted, bool h
 void Guards::add_tensor(py::object tensor, Gradient kind, const std::optional<at::Tensor>& gradient) {
   const at::Tensor& own = THPVariable_Unpack(tensor.ptr());
   tensors_.push_back(
-      {keep(tensor), memory_of(own), own.requires_grad(), count_hooks(own), kind, gradient.value_or(at::Tensor())});
+      {keep(tensor),
+       memory_of(own),
+       own.requires_grad(),
+       count_hooks(autograd_of(own)),
+       kind,
+       gradient.value_or(at::Tensor())});
 }
 
 void Guards::add_result(py::object tensor, const std::optional<at::Tensor>& gradient) {
@@ -127,16 +140,17 @@ bool Guards::holds(const Items& items) const {
 
 bool Guards::Memory::holds() const {
   const at::Tensor& own = THPVariable_Unpack(tensor);
-  if (memory_of(own) != data || own.requires_grad() != requires_grad || count_hooks(own) != hooks) {
+  const auto* const autograd = autograd_of(own);
+  if (memory_of(own) != data || own.requires_grad() != requires_grad || count_hooks(autograd) != hooks) {
     return false;
   }
   switch (kind) {
     case Gradient::any:
       return true;
     case Gradient::none:
-      return !own.grad().defined();
+      return !gradient_of(autograd).defined();
     case Gradient::same:
-      return own.grad().is_same(gradient);
+      return gradient_of(autograd).is_same(gradient);
   }
   return false;
 }
@@ -154,7 +168,7 @@ bool Guards::hold() const {
 void Guards::set_results() const {
   for (const auto& [tensor, gradient] : results_) {
     const at::Tensor& own = THPVariable_Unpack(tensor);
-    if (!own.grad().is_same(gradient)) {
+    if (!gradient_of(autograd_of(own)).is_same(gradient)) {
       own.mutable_grad() = gradient;
     }
   }
