@@ -897,6 +897,16 @@ def test_arguments_that_the_step_writes_to(write):
     refusal(step, learner.state(), r"the step writes to argument 0; write to a copy")
 
 
+def test_an_argument_of_the_state_that_the_step_writes_to():
+    learner, average = Learner(), torch.zeros(6)
+    update = gs.CapturedStep(
+        lambda x, y, mean: (mean.lerp_(x.mean(0), 0.1), learner.step(x, y)), *learner.state(), average
+    )
+    captured = (update(*batch, average) for batch in batches(6))
+    with pytest.raises(RuntimeError, match=r"writes to argument 2, a tensor of the state; use that where it is"):
+        list(captured)
+
+
 @pytest.mark.parametrize("library", ["python", "numpy"])
 def test_random_numbers_of_the_host(library):
     import random

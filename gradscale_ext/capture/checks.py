@@ -81,8 +81,10 @@ class Elsewhere:
         return found
 
 
-def written_argument(place: str) -> str:
+def written_argument(place: str, *, is_state: bool = False) -> str:
     """The problem of a step that writes to an argument."""
+    if is_state:
+        return f"the step writes to {argument(place)}, a tensor of the state; use that where it is, not as an argument"
     return f"the step writes to {argument(place)}; write to a copy, x.clone()"
 
 

@@ -47,7 +47,7 @@ from .checks import (
 from .diagnosis import diagnose_capture
 from .guards import Guards
 from .hooks import Inside, hook_name, hooks_of, is_inside_another, is_of_monitor, rehearsing, watching_mode
-from .snapshot import Change, Snapshot
+from .snapshot import Change, Snapshot, address_of
 from .state import State, StepHolder
 from .watch import location_of
 
@@ -453,9 +453,10 @@ class CapturedStep(StepHolder):
             ):
                 graph, result = self._maker.capture(lambda: self._step(*args, **kwargs), self._state.generators())
             self._refuse_results(flatten(result, refuse_result)[1])
-            for (place, _), tensor, version in zip(places, inputs, versions, strict=True):
+            for (place, value), tensor, version in zip(places, inputs, versions, strict=True):
                 if tensor._version != version:
-                    raise _Refused(f"CapturedStep: {written_argument(place)}")
+                    problem = written_argument(place, is_state=address_of(value) in {s.address for s in before.tensors})
+                    raise _Refused(f"CapturedStep: {problem}")
             if name := arguments.changed_in((args, kwargs), inputs):
                 raise _Refused(f"CapturedStep: {changed_argument(name)}")
             for problem in problems(before, self._state, verifies=self._options["verify"] > 1):
