@@ -444,6 +444,51 @@ def test_a_number_that_stays_for_long(place):
     assert re.search(r"Between the calls, \S*scale\S* \(0\.5, then 0\.25\) changed, .* pass it to the step", text)
 
 
+class RunningMean:
+    """State without a dict of attributes."""
+
+    __slots__ = ("count", "decay", "limits", "mean")
+
+    def __init__(self):
+        self.limits, self.mean, self.decay, self.count = (-3.0, 3.0), torch.zeros(6), 0.9, 0
+
+    def state_dict(self):
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state):
+        self.mean.copy_(state["mean"])
+
+
+def test_state_in_slots():
+    def make():
+        learner, running = Learner(), RunningMean()
+
+        def step(x, y):
+            running.mean.lerp_(x.mean(0), 1 - running.decay)
+            running.count += 0
+            return learner.step((x - running.mean).clamp(*running.limits), y)
+
+        return learner, step, running
+
+    equal(make)
+    _, _, running = made = make()
+    before = running.mean.clone(), running.count
+    gs.diagnose_capture(made[1], batches(2), *made[0].state(), running)
+    assert torch.equal(running.mean, before[0])
+    assert running.count == before[1]
+
+    def make_and_change():
+        learner, step, running = make()
+        learner.running = running
+        return learner, step, running
+
+    refused(make_and_change, "running.decay|RunningMean.decay", at=10, before=at(10, _decay))
+
+
+def _decay(learner):
+    learner.running.decay = 0.5
+
+
 def test_a_tensor_that_is_replaced_by_equal_ones():
     """Which shows nothing about whether the step reads it."""
     learner = Learner()

@@ -289,6 +289,10 @@ def _put(container: Any, key: Any, value: Any) -> None:
 
 def _refill(item: Item, pairs: list[tuple[Any, Any]]) -> None:
     container, now = item.value, item.pairs()
+    if holds_attributes(container):
+        for key, value in pairs:
+            _put(container, key, value)
+        return
     if len(now) == len(pairs) and all(a is c and b is d for (a, b), (c, d) in zip(now, pairs, strict=True)):
         return
     if isinstance(container, dict):

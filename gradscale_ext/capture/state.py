@@ -190,7 +190,7 @@ class State:
             if is_tensor or isinstance(value, (torch.Generator, *CONTAINERS)) or is_array(value):
                 yield item
             elif holds_attributes(value):
-                yield item._replace(form=ATTRIBUTE)
+                yield item._replace(form=ATTRIBUTE, role="attribute" if role == "kept" else role)
             inner = _children_outside(item) if role == "reached" else _children(item, names)
             is_deeper = role == "reached" and not isinstance(value, types.CellType)
             left += reversed([(child, depth + (is_deeper and child.form != ATTRIBUTE)) for child in inner])
@@ -311,11 +311,14 @@ def _children(item: Item, names: Mapping[int, str]) -> Iterator[Item]:
             yield Item(f"{name}[{shown}]", held, "kept" if role == "options" else role)
     elif isinstance(value, (*_LISTS, tuple)):
         yield from (Item(f"{name}[{index}]", held, role) for index, held in enumerate(value))
-    elif _is_stateful(value) and hasattr(value, "__dict__"):
+    elif _is_stateful(value):
         inner = "updater" if isinstance(value, _UPDATERS) else role
-        yield from (Item(f"{name}.{key}", held, inner) for key, held in vars(value).items())
-        is_read = inner == "kept" or isinstance(value, torch.amp.GradScaler)
-        yield Item(name, vars(value), "attribute" if is_read else inner, ATTRIBUTE)
+        if holds_attributes(value):
+            yield from (Item(f"{name}.{key}", held, inner) for key, held in _own_attributes(value).items())
+        if hasattr(value, "__dict__"):
+            yield from (Item(f"{name}.{key}", held, inner) for key, held in vars(value).items())
+            is_read = inner == "kept" or isinstance(value, torch.amp.GradScaler)
+            yield Item(name, vars(value), "attribute" if is_read else inner, ATTRIBUTE)
 
 
 def _children_outside(item: Item) -> Iterator[Item]:
