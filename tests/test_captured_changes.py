@@ -505,6 +505,33 @@ def test_a_tensor_that_is_replaced_by_equal_ones():
     assert "Between the calls, learner.scale changed" in text
 
 
+def test_tensors_of_one_name_that_are_replaced():
+    """By equal ones in one closure, and by others in the other one, with one name."""
+    learner = Learner()
+
+    def closure(value):
+        noise = torch.full((3,), value)
+
+        def get():
+            return noise
+
+        def put(other):
+            nonlocal noise
+            noise = other
+
+        return get, put
+
+    (one, put_one), (two, put_two) = closure(0.0), closure(0.0)
+    update = gs.CapturedStep(lambda x, y: learner.step(x, y + 0 * one().sum() + 0 * two().sum()), *learner.state())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for index, batch in enumerate(batches(10)):
+            put_one(torch.zeros(3))
+            put_two(torch.full((3,), float(index)))
+            update(*batch)
+    assert update.is_captured
+
+
 def test_a_tensor_that_is_replaced_and_not_read():
     """Results of the captured step are, very often."""
     learner = Learner()

@@ -64,11 +64,12 @@ class Change(NamedTuple):
 
     @property
     def has_equal_numbers(self) -> bool:
-        """True if a tensor has become another one with the same numbers."""
+        """True if another tensor, with the same numbers and dtype, has replaced a tensor."""
         pair = self.before, self.now
         if not all(isinstance(value, torch.Tensor) and has_contents(value) for value in pair):
             return False
-        return self.before.device == self.now.device and is_equal(*pair)
+        is_alike = self.before.device == self.now.device and self.before.dtype == self.now.dtype
+        return is_alike and is_equal(*pair)
 
 
 def kind_of(role: Role, key: Any, value: Any) -> Kind:

@@ -403,8 +403,10 @@ class CapturedStep(StepHolder):
         """Attributes have changed, which the step may not read: compare a replay with a plain step, if it is wanted."""
         verify = self._options["verify"]
         # Where a tensor has become another one with the same numbers, a comparison shows nothing.
-        equal = [change for change in changes if verify and change.has_equal_numbers]
-        for change in captured.guards.accept([change for change in changes if change not in equal]):
+        equal, others = list[Change](), list[Change]()
+        for change in changes:
+            (equal if verify and change.has_equal_numbers else others).append(change)
+        for change in captured.guards.accept(others):
             is_tensor = change.is_of_a_tensor and isinstance(change.before, torch.Tensor)
             if change.is_of_a_number or (is_tensor and all(result() is not change.now for result in self._returned)):
                 known = (
