@@ -13,6 +13,7 @@ import torch
 from .. import _context, _structures
 from ..diagnosis.lines import Location, users_line
 from .arguments import flatten, refuse_result
+from .graphs import replaced
 from .hooks import Inside, hook_location, hook_name, hooks_of, is_of_monitor, rehearsing
 from .remedies import TENSOR_RATE, option_remedy, scheduler_remedy, step_count_remedy
 from .report import CaptureDiagnosis, Findings
@@ -140,7 +141,7 @@ def _exists_before(item: Item, before_it: Watch | None) -> bool:
 
 
 def _compare_results(step: Any, results: list[Any], findings: Findings) -> None:
-    """Find numbers that the step returns and that differ, unless it reads tensors, which is a finding already."""
+    """Find numbers and strings in the results that differ between steps. A step that reads tensors has a finding."""
     try:
         leaves = [flatten(result, refuse_result)[1] for result in results]
     except TypeError:  # CapturedStep says so
@@ -149,8 +150,8 @@ def _compare_results(step: Any, results: list[Any], findings: Findings) -> None:
         return
     for one, other in itertools.pairwise(leaves):
         for (place, value), (also, now) in zip(one, other, strict=False):
-            is_number = place == also and isinstance(value, int | float | str) and type(value) is type(now)
-            if is_number and not _same(value, now):
+            is_constant = place == also and isinstance(value, int | float | str) and type(value) is type(now)
+            if is_constant and not _same(value, now):
                 where = f" in its result{place}" if place else ""
                 cause = f"the step returns {_text(value)}, then {_text(now)}{where}"
                 remedy = "return a tensor of the device, or compute the number outside of the step"
@@ -196,18 +197,8 @@ def _noting_schedulers(state: State) -> Iterator[dict[str, Location | None]]:
     schedulers = {n: root for n, root in state.roots.items() if isinstance(root, torch.optim.lr_scheduler.LRScheduler)}
     with contextlib.ExitStack() as work:
         for name, scheduler in schedulers.items():
-            work.enter_context(_replaced(scheduler, "step", noting(name, scheduler.step)))
+            work.enter_context(replaced(scheduler, "step", noting(name, scheduler.step)))
         yield places
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        delattr(owner, name) if before is None else setattr(owner, name, before)
 
 
 def _add_schedulers(

@@ -123,6 +123,20 @@ def graphs_of(device: torch.device) -> Graphs | None:
 
 
 @contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """In this context, an attribute of an object, class or module has another value."""
+    has_own, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if has_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+@contextlib.contextmanager
 def seeming_to_capture() -> Iterator[None]:
     """In this context, PyTorch answers questions about a capture as during one, also on a CPU."""
 
@@ -147,17 +161,13 @@ def seeming_to_capture() -> Iterator[None]:
     ]
     with contextlib.ExitStack() as work:
         for owner, name, answer in changes:
-            if name in vars(owner):
-                work.callback(setattr, owner, name, vars(owner)[name])
-            else:
-                work.callback(delattr, owner, name)
-            setattr(owner, name, answer)
+            work.enter_context(replaced(owner, name, answer))
         yield
 
 
 @contextlib.contextmanager
 def without_autocast_cache() -> Iterator[None]:
-    """Let autocast keep no converted weights: those of a graph would be used outside of it, and the other way round."""
+    """Turn off the cache of autocast, so that a graph and other code do not share converted weights."""
     enabled = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(False)
