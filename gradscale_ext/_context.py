@@ -95,7 +95,7 @@ allows_graph_breaks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _runs_no_compiled_code() -> bool:
-    """Return True outside of functions that torch.compile has compiled. Those compile what they call, too."""
+    """Return True if no compiled code is running. Compiled code also compiles the functions that it calls."""
     callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
     return callback is not None and callback() is None
 

@@ -53,8 +53,8 @@ const void* memory_of(const at::Tensor& tensor) {
   return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl()->data() : nullptr;
 }
 
-// What autograd keeps for a tensor; null if nothing yet. Read without the functions of PyTorch, each of which is a call
-// into another library.
+// The autograd metadata of a tensor; null if it has none yet. Fields are read directly, because PyTorch's accessors are
+// calls into another library.
 const torch::autograd::AutogradMeta* autograd_of(const at::Tensor& tensor) {
   return static_cast<torch::autograd::AutogradMeta*>(tensor.unsafeGetTensorImpl()->autograd_meta());
 }

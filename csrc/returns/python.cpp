@@ -47,7 +47,7 @@ py::object without_gil(Compute compute) {
   return py::cast(result);
 }
 
-// Not inlined: the text of a reason is long code, which the checks of a call would be full of.
+// Not inlined, so that the code of the checks stays short.
 [[noreturn]] C10_NOINLINE void refuse(const char* argument, py::handle given) {
   throw Refusal{argument, came(given)};
 }

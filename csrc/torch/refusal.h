@@ -17,7 +17,7 @@ struct Refusal {
   std::string came;     // "is ...", "has ..."
 };
 
-// What came, for a tensor. Not inlined, as the functions in gate.h: it is long, and rarely needed.
+// What came, for a tensor. Not inlined, like the functions in gate.h, so that the code of the checks stays short.
 C10_NOINLINE inline std::string described(const at::Tensor& tensor) {
   return c10::str("is ", tensor.scalar_type(), " of shape ", tensor.sizes(), " on ", tensor.device());
 }

@@ -196,7 +196,7 @@ def refuse_result(place: str, value: Any) -> Exception:
 
 
 def _type_name(value: Any) -> str:
-    """The name of a type. NumPy has numbers whose names are those of PyTorch's dtypes."""
+    """The name of a type; for NumPy's types with the module, because numpy.float32 is not torch.float32."""
     kind = type(value)
     return f"numpy.{kind.__name__}" if kind.__module__ == "numpy" else kind.__name__
 

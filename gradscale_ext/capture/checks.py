@@ -125,8 +125,9 @@ def changed_option(change: Change, state: State) -> str:
         return f"{change.name} is another tensor than the captured one; change that one with fill_() or copy_()"
     then, now = (f"{value:.6g}" if isinstance(value, float) else str(value) for value in (change.before, change.now))
     own = option_remedy(optimizer_of(change.name, state), change.key)
-    remedies = ["call reset() after a change, which captures again"] if change.key != "lr" else []
-    remedy = ", or ".join([*remedies, *([f"write {own}"] if own else [])])
+    remedy = f"write {own}" if own else ""
+    if change.key != "lr":
+        remedy = "call reset() after a change, which captures again" + (f", or {remedy}" if own else "")
     return f"{change.name} is {now}, but a graph keeps {then}, the value that was captured; {remedy}"
 
 
@@ -136,7 +137,7 @@ def optimizer_of(name: str, state: State) -> torch.optim.Optimizer | None:
 
 
 def shown(change: Change) -> str:
-    """A change as messages name it, with the numbers if there are."""
+    """A change as messages name it, with both numbers if it is a change of a number."""
     if not change.is_of_a_number:
         return change.name
     before, now = (f"{x:.6g}" if isinstance(x, float) else repr(x) for x in (change.before, change.now))

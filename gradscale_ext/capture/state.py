@@ -101,7 +101,7 @@ def is_array(value: Any) -> bool:
 
 
 def holds_attributes(value: Any) -> bool:
-    """True for the user's classes, and for objects with `__slots__`: what has attributes that are in no dict."""
+    """True for classes that the user defines, and for objects with `__slots__`: their attributes are in no dict."""
     if isinstance(value, type):
         return _is_users(value)
     return _is_users(type(value)) and bool(copyreg._slotnames(type(value)))  # type: ignore[attr-defined]
@@ -113,7 +113,7 @@ def _is_users(kind: type) -> bool:
 
 
 def _own_attributes(value: Any) -> dict[str, Any]:
-    """The attributes that an object has in slots; of a class those that are neither methods nor properties."""
+    """The attributes in the slots of an object, or the attributes of a class without methods and properties."""
     if isinstance(value, type):
         return {k: v for k, v in vars(value).items() if not (k.startswith("__") or hasattr(type(v), "__get__"))}
     names = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
@@ -264,7 +264,7 @@ def _updaters_in(root: Any) -> list[Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """True for functions, and for objects of which PyTorch knows nothing, such as a model's options."""
+    """True for functions, and for objects that have no state for PyTorch, such as a model's options."""
     known = torch.Tensor, torch.Generator, torch.nn.Module, *_UPDATERS, *CONTAINERS, tuple
     return not (isinstance(value, known) or is_array(value) or _is_stateful(value))
 
@@ -370,7 +370,7 @@ def _children_outside(item: Item) -> Iterator[Item]:
 
 
 def _classes_of(value: Any) -> Iterator[Item]:
-    """The user's classes among those of an object, whose attributes the object has, too."""
+    """The classes of an object that the user defines. The object inherits their attributes."""
     yield from (Item(kind.__name__, kind, "attribute") for kind in type(value).__mro__ if _is_users(kind))
 
 
