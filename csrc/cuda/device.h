@@ -20,6 +20,15 @@ namespace gradscale {
 // The lanes that take part in a collective of a whole warp.
 constexpr unsigned kWholeWarp = 0xffffffffu;
 
+// Returns a pointer to which the compiler adds constants, instead of computing an address for each access. The compiler
+// no longer knows what memory it points to. load_packet and store_packet state that it is global; and arguments of a
+// kernel are read like memory, not as constants, of which a warp reads one address at a time.
+template <class T>
+GRADSCALE_DEVICE T* kept(T* pointer) {
+  asm("" : "+l"(pointer));
+  return pointer;
+}
+
 template <class Vector>
 GRADSCALE_DEVICE Vector load16(const void* from) {
   static_assert(sizeof(Vector) == 16);

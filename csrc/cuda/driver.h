@@ -13,6 +13,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <type_traits>
@@ -78,22 +79,23 @@ class TableBuilder {
   // Returns the table for kernels on this device. A table that is too large for arguments is copied to memory that
   // this object owns.
   Table build(const OnDevice& device) {
-    CopyOfTable copy{};
+    Table table{};
     const auto size = static_cast<int64_t>(bytes_.size());
     if (size <= Table::kInside) {
-      memcpy(copy.table.inside, bytes_.data(), size);
-      return copy.table;
+      memcpy(table.inside, bytes_.data(), size);
+      return table;
     }
     memory_ = device.memory(size);
     char* const memory = static_cast<char*>(memory_.mutable_data_ptr());
-    for (int64_t begin = 0; begin < size; begin += Table::kInside) {
-      copy.bytes = size - begin < Table::kInside ? size - begin : Table::kInside;
+    for (int64_t begin = 0; begin < size; begin += CopyOfTable::kMost) {
+      CopyOfTable copy; // NOLINT(cppcoreguidelines-pro-type-member-init): what is not copied is not set
       copy.to = memory + begin;
-      memcpy(copy.table.inside, bytes_.data() + begin, copy.bytes);
-      device.launch("cuda/table.cuh", "copy_table", 1, kThreads, copy);
+      copy.bytes = std::min(size - begin, CopyOfTable::kMost);
+      memcpy(copy.part, bytes_.data() + begin, copy.bytes);
+      device.launch("cuda/table.cuh", "copy_table", (copy.bytes / 8 + kThreads - 1) / kThreads, kThreads, copy);
     }
-    copy.table.outside = memory;
-    return copy.table;
+    table.outside = memory;
+    return table;
   }
 
  private:

@@ -183,14 +183,6 @@ GRADSCALE_DEVICE void set(Packet<T, count>& packed, int k, const Packet<T, 1>& e
   }
 }
 
-// Returns a pointer to which the compiler adds constants, instead of computing an address for each access. The compiler
-// no longer knows that the pointer is to global memory; load_packet and store_packet state it.
-template <class T>
-GRADSCALE_DEVICE T* kept(T* pointer) {
-  asm("" : "+l"(pointer));
-  return pointer;
-}
-
 // Loads elements that no thread writes.
 template <class T, int count>
 GRADSCALE_DEVICE Packet<T, count> load_packet(const T* from) {

@@ -6,11 +6,11 @@
 
 namespace gradscale {
 
-// One block copies the bytes that the arguments hold, 8 bytes per thread at a time.
+// Each thread copies 8 of the bytes that the arguments hold.
 GRADSCALE_KERNEL(kThreads, 2) copy_table(GRADSCALE_ARGUMENT(CopyOfTable) copy) {
-  const auto* from = copy.table.at<uint64_t>(0);
-  for (int64_t i = threadIdx.x; i < copy.bytes / 8; i += kThreads) {
-    reinterpret_cast<uint64_t*>(copy.to)[i] = from[i];
+  const auto i = static_cast<int64_t>(blockIdx.x * kThreads + threadIdx.x);
+  if (i < copy.bytes / 8) {
+    reinterpret_cast<uint64_t*>(copy.to)[i] = kept(reinterpret_cast<const uint64_t*>(copy.part))[i];
   }
 }
 

@@ -26,11 +26,14 @@ struct Table {
   }
 };
 
-// The argument of copy_table: a part of a table, and where it is copied to.
+// The argument of copy_table: a part of a table, and where it is copied to. The arguments of a kernel are at most 32764
+// bytes.
 struct CopyOfTable {
-  Table table;
+  static constexpr int64_t kMost = 32000; // bytes
+
   char* to;
   int64_t bytes;
+  alignas(8) char part[kMost];
 };
 
 } // namespace gradscale
