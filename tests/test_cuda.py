@@ -700,6 +700,34 @@ def test_gradient_of_decode_at_a_saturated_softmax(limit, width, space, dtype, d
     assert gradient.count_nonzero() == 0
 
 
+@pytest.mark.parametrize("limit", [20, 40, 80])
+@pytest.mark.parametrize("width", [21, 255, 601, 1001])
+def test_raw_centres_whose_terms_cancel(width, limit, device):
+    """Logits that are nearly symmetric: the expectation is small, compared with the centres."""
+    support = gs.Support(-limit, limit, width, "symlog", space="raw")
+    half = torch.randn(5, width, generator=torch.Generator().manual_seed(width))
+    slope = torch.tensor([0.0, 1e-6, 1e-4, 1e-2, 1.0])[:, None]
+    logits = half + half.flip(-1) + slope * torch.linspace(-1, 1, width)
+    centers = gs.reference.raw_centers(support, torch.float64)
+    p = logits.double().softmax(-1)
+    largest = (p * centers.abs()).sum(-1, keepdim=True)
+    for batch in (1, 32):
+        given = logits.repeat(batch, 1).to(device).requires_grad_()
+        values = support.decode(given)
+        error = (values.detach().cpu().double() - (p * centers).sum(-1).repeat(batch)) / largest[:, 0].repeat(batch)
+        assert error.abs().max() < 1e-6
+        assert error[::5].abs().max() < 1e-12
+        (gradient,) = torch.autograd.grad(values.sum(), given)
+        expected = p * (centers - (p * centers).sum(-1, keepdim=True))
+        error = (gradient.cpu().double() - expected.repeat(batch, 1)) / largest.repeat(batch, 1)
+        assert error.abs().max() < 1e-6
+        head = gs.TwoHot(support)
+        expected = gs.multi_step_loss({"a": head}, {"a": [given]}, {"a": [values.detach()]}).expected["a"][:, 0]
+        error = (expected.cpu().double() - values.detach().cpu().double()) / largest[:, 0].repeat(batch)
+        assert error.abs().max() < 1e-6
+        assert error[::5].abs().max() < 1e-12
+
+
 def test_decode_of_uniform_and_of_no_logits(device):
     support = gs.Support.muzero()
     assert support.decode(torch.zeros(3, 601, device=device)).tolist() == [0.0, 0.0, 0.0]

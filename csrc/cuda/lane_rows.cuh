@@ -382,28 +382,80 @@ GRADSCALE_HOST_DEVICE constexpr int lane_blocks(int others) {
   return 65536 / kRowThreads / (wanted < 64 ? 64 : (wanted > 168 ? 168 : wanted));
 }
 
+// Adds a term to a sum. `rest` collects what rounding takes from the sum.
+GRADSCALE_DEVICE void add_exactly(float term, float& sum, float& rest) {
+  const float before = sum;
+  sum = before + term;
+  const float added = sum - before;
+  rest += (before - (sum - added)) + (term - added);
+}
+
 // A base of formulas: the sums of a row over bins, of exponentials, and of exponentials times the bin's distance from
-// the middle. If all exponentials are 1, only integers are added, so that the expectation of a uniform row is exactly
-// the middle.
-struct BinSums {
+// the middle, or times its raw centre. If all exponentials are 1, only integers are added, so that the expectation of a
+// uniform row is exactly the middle. Terms of raw centres of opposite signs cancel, so they are added with twice the
+// digits of a float.
+template <bool raw>
+class BinSums {
+  const float* centers_; // [width] if raw
+  float rest_ = 0;       // of this lane's part of the sum over raw centres
+
+ public:
   enum Sum { kSum, kMoment, kShifted };
   static constexpr float kShiftedUnit = 0x1p-16f; // so that a sum of differences does not overflow
+
+  GRADSCALE_DEVICE explicit BinSums(const float* centers) : centers_(raw ? kept(centers) : nullptr) {
+  }
 
   template <class Packets>
   GRADSCALE_DEVICE static float target(const Packets&, int, float t) {
     return t;
   }
+  // The place of element n: its raw centre, or its distance from the middle less middle().
+  template <class Packets>
+  GRADSCALE_DEVICE float place(const Packets& packets, int n) const {
+    if constexpr (raw) {
+      return packets.exists(n) ? centers_[packets.first + Packets::index(n)] : 0.0f;
+    } else {
+      return Packets::distance(n);
+    }
+  }
+  // Makes place() read raw centres again, instead of keeping them in registers.
+  GRADSCALE_DEVICE void forget_places() {
+    centers_ = raw ? kept(centers_) : nullptr;
+  }
+  template <class Packets>
+  GRADSCALE_DEVICE static float middle(const Packets& packets) {
+    return raw ? 0.0f : packets.middle();
+  }
   template <class Packets, int count>
-  GRADSCALE_DEVICE static void add(float (&sums)[count], const Packets& packets, int n, float e, float d, float) {
+  GRADSCALE_DEVICE void add(float (&sums)[count], const Packets& packets, int n, float e, float d, float) {
     sums[kSum] += e;
-    sums[kMoment] += e * Packets::distance(n);
+    if constexpr (raw) {
+      const float term = __fmul_rn(e, place(packets, n)); // rounded, so that opposite terms cancel
+      add_exactly(term, sums[kMoment], rest_);
+    } else {
+      sums[kMoment] += e * place(packets, n);
+    }
     if constexpr (count > kShifted) {
       sums[kShifted] = fmaf(packets.exists(n) ? d : 0.0f, kShiftedUnit, sums[kShifted]);
     }
   }
+  // With raw centres, one lane gets the sum of all lanes of the row, and the others 0.
   template <class Packets, int count>
-  GRADSCALE_DEVICE static void add_lane(float (&sums)[count], const Packets& packets) {
-    sums[kMoment] += sums[kSum] * packets.middle();
+  GRADSCALE_DEVICE void add_lane(float (&sums)[count], const Packets& packets) {
+    if constexpr (raw) {
+      float sum = sums[kMoment];
+#pragma unroll
+      for (int distance = Packets::kLanes / 2; distance > 0; distance /= 2) {
+        const float other = __shfl_xor_sync(kWholeWarp, sum, distance);
+        rest_ += __shfl_xor_sync(kWholeWarp, rest_, distance);
+        add_exactly(other, sum, rest_);
+      }
+      sums[kMoment] = threadIdx.x % Packets::kLanes == 0 ? sum + rest_ : 0;
+      rest_ = 0;
+    } else {
+      sums[kMoment] += sums[kSum] * middle(packets);
+    }
   }
 };
 

@@ -46,7 +46,14 @@ extern const ProjectRows project_rows_kernel;
 
 // ---- On a device
 
-// The numbers of a support that is not raw, in float, for decode_by_lanes.
+// True if sums of exponentials times centres are finite in decode_by_lanes and LossRows.
+inline bool has_small_centers(const Support& support) {
+  constexpr float largest = 0x1p40f; // exponentials may be up to 2^64
+  const float* centers = support.raw_centers_float;
+  return !support.raw || (std::abs(centers[0]) <= largest && std::abs(centers[support.num_bins - 1]) <= largest);
+}
+
+// The numbers of a support in float, for decode_by_lanes. Raw centres are not transformed.
 struct FloatSupport {
   float middle;
   float spacing; // of bins
@@ -54,8 +61,8 @@ struct FloatSupport {
 
   FloatSupport() = default;
   explicit FloatSupport(const Support& support)
-      : middle(static_cast<float>(0.5 * (support.minimum + support.maximum))),
-        spacing(static_cast<float>(bin_width(support))),
+      : middle(support.raw ? 0 : static_cast<float>(0.5 * (support.minimum + support.maximum))),
+        spacing(support.raw ? 1 : static_cast<float>(bin_width(support))),
         eps(static_cast<float>(support.eps)) {
   }
 };
@@ -64,6 +71,10 @@ struct LaneDecoding {
   Decoding decoding;
   FloatSupport rounded;
   int32_t rows_per_warp;
+};
+
+struct RawLaneDecoding : LaneDecoding {
+  Table raw_centers; // float
 };
 
 struct TeamDecoding {

@@ -66,28 +66,36 @@ void decode_on_device(const Decoding& decoding, const OnDevice& device) {
   const Element element = decoding.logits.element;
   const std::string type = type_name(element);
   constexpr const char* file = "support/cuda/decode.cuh";
-  const RowLanes lanes = support.raw ? RowLanes{0, 0} : bin_lanes(support.num_bins, decoding.logits, decoding.gradient);
-  if (lanes.per_row > 0) {
-    const int32_t rows_per_warp =
-        rounded_rows_per_warp(balanced_rows_per_warp(decoding.count, multiprocessors()), lanes.per_row);
-    const int64_t rows_per_block = kRowThreads / 32 * rows_per_warp;
-    const std::string name = instance(
-        "decode_by_lanes",
-        {type,
-         decoding.gradient.data != nullptr ? type : "void",
-         std::to_string(support.num_bins),
-         std::to_string(lanes.per_row),
-         std::to_string(lanes.packet),
-         kTransforms[static_cast<size_t>(support.transform)]});
-    const int64_t blocks = (decoding.count + rows_per_block - 1) / rows_per_block;
-    device.launch(file, name, blocks, kRowThreads, LaneDecoding{decoding, FloatSupport(support), rows_per_warp});
-    return;
-  }
   TableBuilder centers;
   if (support.raw && element == Element::float64) {
     centers.add(support.raw_centers, support.num_bins);
   } else if (support.raw) {
     centers.add(support.raw_centers_float, support.num_bins);
+  }
+  const RowLanes lanes =
+      has_small_centers(support) ? bin_lanes(support.num_bins, decoding.logits, decoding.gradient) : RowLanes{0, 0};
+  if (lanes.per_row > 0) {
+    const int32_t rows_per_warp =
+        rounded_rows_per_warp(balanced_rows_per_warp(decoding.count, multiprocessors()), lanes.per_row);
+    const int64_t rows_per_block = kRowThreads / 32 * rows_per_warp;
+    const std::string rows = instance(
+        "LanesOfDecoding",
+        {type,
+         decoding.gradient.data != nullptr ? type : "void",
+         std::to_string(support.num_bins),
+         std::to_string(lanes.per_row),
+         std::to_string(lanes.packet),
+         kTransforms[support.raw ? 0 : static_cast<size_t>(support.transform)],
+         support.raw ? "true" : "false"});
+    const std::string name = instance("decode_by_lanes", {rows});
+    const int64_t blocks = (decoding.count + rows_per_block - 1) / rows_per_block;
+    const LaneDecoding arguments{decoding, FloatSupport(support), rows_per_warp};
+    if (support.raw) {
+      device.launch(file, name, blocks, kRowThreads, RawLaneDecoding{arguments, centers.build(device)});
+    } else {
+      device.launch(file, name, blocks, kRowThreads, arguments);
+    }
+    return;
   }
   const int64_t blocks = blocks_for_rows(decoding.count, threads_for_row(support.num_bins, element_size(element)));
   const TeamDecoding arguments{decoding, centers.build(device)};

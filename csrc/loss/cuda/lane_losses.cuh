@@ -115,9 +115,11 @@ struct LaneLoss {
 
 // Cross-entropy with a sparse target. LaneRows stores the gradient without it for all bins. finish() then stores the
 // bins with mass again, with one lane per row, or several if the warp has few rows.
-template <class Shape, class Bins, bool smooths>
-class BinsLoss : public Shape, public BinSums, public LaneLoss {
+template <class Shape, class Bins, bool smooths, bool raw>
+class BinsLoss : public Shape, public BinSums<raw>, public LaneLoss {
   using RowFormula = CrossEntropy<float, 0>;
+  using Sums = BinSums<raw>;
+  using Sums::kMoment, Sums::kShifted, Sums::kShiftedUnit, Sums::kSum;
 
  public:
   using typename Shape::Gradient, typename Shape::Logit, typename Shape::Packets, typename Shape::Values;
@@ -125,7 +127,8 @@ class BinsLoss : public Shape, public BinSums, public LaneLoss {
   static constexpr bool kKeepsDifferences = false;
 
   GRADSCALE_DEVICE BinsLoss(const BlockOfRows& block, const RowsOfWarp& warp)
-      : LaneLoss(block, warp, smooths, Shape::kWidth),
+      : Sums(reinterpret_cast<const float*>(block.table + block.span.raw_centers)),
+        LaneLoss(block, warp, smooths, Shape::kWidth),
         bins_(block.segment.target.load(warp.own()), block.head.sigma_ratio, support()) {
     coefficient = bins_.is_nan() ? NAN : coefficient;
   }
@@ -172,7 +175,7 @@ class BinsLoss : public Shape, public BinSums, public LaneLoss {
     float correct = smooths ? sums[kShifted] * (smoothing.everywhere * unit) : 0.0f;
     float square = results.square;
     finish_bins(results.maximum, inverse_sum, to, correct, square);
-    const float value = decoded_moment(2 * sums[kMoment] * inverse_sum, support());
+    const float value = raw ? sums[kMoment] / sums[kSum] : decoded_moment(2 * sums[kMoment] * inverse_sum, support());
     store(RowFormula{}.loss({sums[kSum], 1, 0, correct}), value, results.largest_logit, square);
   }
 
@@ -180,7 +183,7 @@ class BinsLoss : public Shape, public BinSums, public LaneLoss {
   GRADSCALE_DEVICE Support support() const {
     Support support = block.head.support;
     support.num_bins = Shape::kWidth;
-    support.raw = false;
+    support.raw = raw;
     return support;
   }
 
@@ -326,15 +329,16 @@ class PolicyLoss : public Shape, public LaneLoss {
 // bins.
 template <Kind kind, class T, class U, class G, int width, int lanes_per_row, int packet, int options>
 struct LossRows {
-  static constexpr bool kIsPolicy = kind == Kind::soft_cross_entropy;
+  static constexpr bool kIsPolicy = kind == Kind::soft_cross_entropy, kRaw = (options & kRawCenters) != 0;
   using Bins = std::conditional_t<kind == Kind::two_hot, TwoHotBins, GaussBins>;
   static constexpr bool kHasTargets = kIsPolicy && !std::is_same_v<U, int64_t>;
   using Shape = LaneShape<T, std::conditional_t<kHasTargets, U, void>, G, width, lanes_per_row, packet>;
-  using Formula =
-      std::conditional_t<kIsPolicy, PolicyLoss<Shape, options>, BinsLoss<Shape, Bins, (options & kSmoothing) != 0>>;
+  using Formula = std::
+      conditional_t<kIsPolicy, PolicyLoss<Shape, options>, BinsLoss<Shape, Bins, (options & kSmoothing) != 0, kRaw>>;
   using WarpRows = LaneRows<Formula>;
   static constexpr int kSharedBytes = kRowThreads / 32 * WarpRows::kBytes;
-  static constexpr int kBlocks = lane_blocks<Formula>(kIsPolicy ? 52 : (lanes_per_row == 1 ? 64 : 46));
+  static constexpr int kBlocks =
+      lane_blocks<Formula>((kIsPolicy ? 52 : (lanes_per_row == 1 ? 64 : 46)) + (kRaw ? 8 : 0));
 
   GRADSCALE_DEVICE static void run(const BlockOfRows& block) {
     const Segment& segment = block.segment;

@@ -56,7 +56,7 @@ constexpr double kLargestSigmaOfLanes = 2;
 RowLanes lanes_of(const Segment& segment) {
   const Head& head = *segment.head;
   const Rows& target = segment.target;
-  if (!has_logits(head.kind) || head.support.raw || !is_aligned({target.data, 0, target.element}, 1)) {
+  if (!has_logits(head.kind) || !has_small_centers(head.support) || !is_aligned({target.data, 0, target.element}, 1)) {
     return {0, 0};
   }
   if (head.kind == Kind::soft_cross_entropy) {
@@ -106,6 +106,9 @@ RowSpecification specification_of(const Segment& segment) {
   }
   if (segment.gradient.data != nullptr) {
     result.gradient = segment.gradient.element;
+  }
+  if (segment.head->support.raw) {
+    result.options |= kRawCenters;
   }
   result.width = static_cast<int32_t>(segment.width);
   result.lanes = lanes.per_row;

@@ -1,8 +1,7 @@
 // The kernels that decode rows of logits to scalars, or compute the gradient of decoding. Rows have no targets.
 //
-// decode_by_lanes        float and half types, supports that are not raw, widths that are known at compile time:
-//                        rows of lane_rows.cuh
-// decode_by_teams       all others: rows of rows.cuh
+// decode_by_lanes        float and half types, widths that are known at compile time: rows of lane_rows.cuh
+// decode_by_teams        all others: rows of rows.cuh
 //
 // Bytes: logits are read from memory once, and a gradient is written once. Teams read the logits again from the cache:
 // twice to decode, five times for a gradient.
@@ -26,9 +25,13 @@ GRADSCALE_DEVICE float approximate_slope(Transform transform, float y, float eps
 }
 
 // The expectation E, in bins from the middle. The gradient is c p_j (j - E), where c is grad_output times the slope of
-// the inverse transform times the bin spacing.
-template <class Shape, Transform transform>
-class DecodeFormula : public Shape, public BinSums {
+// the inverse transform times the bin spacing. With raw centres, these take the place of j, and transform and spacing
+// are those of numbers themselves.
+template <class Shape, Transform transform, bool raw>
+class DecodeFormula : public Shape, public BinSums<raw> {
+  using Bins = BinSums<raw>;
+  using Bins::kMoment, Bins::kSum;
+
  public:
   using typename Shape::Gradient, typename Shape::Packets, typename Shape::Values;
   using Exponent = NaturalExponent; // uniform logits decode to exactly the middle
@@ -37,8 +40,8 @@ class DecodeFormula : public Shape, public BinSums {
   static constexpr bool kHasMetrics = false;
   static constexpr bool kLoadsAhead = !Shape::kWantsGradient; // a gradient's two passes need the registers
 
-  GRADSCALE_DEVICE DecodeFormula(const LaneDecoding& arguments, const RowsOfWarp& warp)
-      : decoding_(arguments.decoding), support_(arguments.rounded), warp_(warp) {
+  GRADSCALE_DEVICE DecodeFormula(const LaneDecoding& arguments, const float* raw_centers, const RowsOfWarp& warp)
+      : Bins(raw_centers), decoding_(arguments.decoding), support_(arguments.rounded), warp_(warp) {
     if constexpr (Shape::kWantsGradient) {
       coefficient_ = static_cast<float>(decoding_.grad_output.load(warp.own())) * support_.spacing;
     }
@@ -51,25 +54,28 @@ class DecodeFormula : public Shape, public BinSums {
   }
 
   // For a narrow softmax, j - E cancels if both are large. So the moment is computed again, relative to the integer
-  // closest to E, whose distances are exact: the gradient of a softmax that is 1 at one bin is exactly 0.
+  // closest to E, whose distances are exact, or to E as it was rounded: the gradient of a softmax that is 1 at one bin
+  // is exactly 0.
   GRADSCALE_DEVICE void gradient(
-      const float (&sums)[kSums], const Packets& packets, Values& e, const Values&, const Values&) const {
+      const float (&sums)[kSums], const Packets& packets, Values& e, const Values&, const Values&) {
     const float inverse_sum = approximate_reciprocal(sums[kSum]);
-    const float center = std::rint(sums[kMoment] * inverse_sum);
-    const float from_center = packets.middle() - center;
+    const float center = raw ? sums[kMoment] / sums[kSum] : std::rint(sums[kMoment] * inverse_sum);
+    const float from_center = Bins::middle(packets) - center;
     float moment = 0;
+    Bins::forget_places();
 #pragma unroll
     for (int n = 0; n < Shape::kElements; ++n) {
-      moment += e[n] * (Packets::distance(n) + from_center);
+      moment += e[n] * (Bins::place(packets, n) + from_center);
     }
     const float rest = lane_sum<Shape::kLanes>(moment) * inverse_sum; // E - center
     const float expected = support_.middle + support_.spacing * (center + rest);
     const float slope = approximate_slope(transform, expected, support_.eps);
     const float factor = held_by<Shape::kLanes>(holder_, coefficient_) * slope * inverse_sum;
     const float offset = -factor * rest, again = forgotten(from_center);
+    Bins::forget_places();
 #pragma unroll
     for (int n = 0; n < Shape::kElements; ++n) {
-      e[n] *= factor * (Packets::distance(n) + again) + offset;
+      e[n] *= factor * (Bins::place(packets, n) + again) + offset;
     }
   }
 
@@ -88,14 +94,15 @@ class DecodeFormula : public Shape, public BinSums {
   int holder_ = 0;
 };
 
-template <class T, class G, int width, int lanes_per_row, int packet, Transform transform>
+template <class T, class G, int width, int lanes_per_row, int packet, Transform transform, bool raw>
 struct LanesOfDecoding {
+  using Argument = std::conditional_t<raw, RawLaneDecoding, LaneDecoding>;
   using Shape = LaneShape<T, void, G, width, lanes_per_row, packet>;
-  using Formula = DecodeFormula<Shape, transform>;
+  using Formula = DecodeFormula<Shape, transform, raw>;
   using Walk = LaneRows<Formula>;
-  static constexpr int kBlocks = lane_blocks<Formula>(Formula::kWantsGradient ? 64 : 46);
+  static constexpr int kBlocks = lane_blocks<Formula>(Formula::kWantsGradient ? (raw ? 92 : 64) : 46);
 
-  GRADSCALE_DEVICE static void run(const LaneDecoding& arguments, char* shared) {
+  GRADSCALE_DEVICE static void run(const Argument& arguments, char* shared) {
     const Decoding& decoding = arguments.decoding;
     const RowsOfWarp warp(
         static_cast<int>(threadIdx.x), blockIdx.x, arguments.rows_per_warp, decoding.count, lanes_per_row);
@@ -106,16 +113,19 @@ struct LanesOfDecoding {
           {},
           warp.at(static_cast<typename Shape::Gradient*>(decoding.gradient.data), decoding.gradient.stride),
           shared + static_cast<int>(threadIdx.x) / 32 * Walk::kBytes);
-      Formula formula(arguments, warp);
+      const float* raw_centers = nullptr;
+      if constexpr (raw) {
+        raw_centers = arguments.raw_centers.template at<float>(0);
+      }
+      Formula formula(arguments, raw_centers, warp);
       walk.run(formula);
     }
   }
 };
 
-template <class T, class G, int width, int lanes_per_row, int packet, Transform transform>
-GRADSCALE_KERNEL(kRowThreads, (LanesOfDecoding<T, G, width, lanes_per_row, packet, transform>::kBlocks))
-decode_by_lanes(GRADSCALE_ARGUMENT(LaneDecoding) arguments) {
-  using Rows = LanesOfDecoding<T, G, width, lanes_per_row, packet, transform>;
+template <class Rows>
+GRADSCALE_KERNEL(kRowThreads, Rows::kBlocks)
+decode_by_lanes(GRADSCALE_ARGUMENT(typename Rows::Argument) arguments) {
   GRADSCALE_SHARED(uint4, shared, kRowThreads / 32 * Rows::Walk::kBytes / 16 + 1);
   Rows::run(arguments, reinterpret_cast<char*>(shared));
 }
