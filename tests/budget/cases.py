@@ -75,6 +75,13 @@ def _loss(
     return call, batch * STEPS
 
 
+def _divergence(dtype: torch.dtype, batch: int) -> tuple[Call, float]:
+    """DreamerV3's divergence of two sets of latents, 32 distributions over 32 classes."""
+    logits, others = torch.randn(2, batch, STEPS, 32, 32).to(dtype)
+    module = gs.MultiStepLoss(head=gs.CategoricalKL(free_nats=1.0))
+    return lambda: module({"head": logits.requires_grad_()}, {"head": others}), batch * STEPS
+
+
 def _muzero_loss(batch: int) -> tuple[Call, float]:
     """Three heads at 6, 5 and 6 steps, as in MuZero, and the number of warps of loss_totals.
 
@@ -164,6 +171,16 @@ def _cases_of(dtype: torch.dtype) -> list[Case]:
         loss("policy", policy, 18, 22.5, 22.7, batch=2048),
         loss("policy", policy, 82, 90, 93, batch=1024),
         loss("policy", policy, 362, 320, 324),
+        # 1024 elements with two exponentials, two divisions and a logarithm each.
+        of(
+            "CategoricalKL 32 x 32 with gradient",
+            _divergence,
+            width=1024,
+            budget=8900 if fp32 else 6400,
+            batch=24,
+            issue=3.4 if fp32 else 4.9,
+            in_flight=4_000,
+        ),
         # A bf16 row with its target and gradient is 28 KB, which take 1.23 us of a multiprocessor's share of 3.0 TB/s.
         # In this time an H100 can issue 8,600 instructions per multiprocessor; with classes 5,800.
         *(

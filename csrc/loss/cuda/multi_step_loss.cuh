@@ -34,7 +34,7 @@ struct TeamRows {
           const auto target = encode(block.segment.target.load(task.row));
           logits_row<T, options>(task, BinsOfRow<A, decltype(target)>{target});
         },
-        [&] { logits_row<T, options>(task, ActionsOfRow<A>{block.segment.target, task.row, task.width}); },
+        [&] { logits_row<T, options>(task, ActionsOfRow<A>{task.target, task.width}); },
         [&](auto type) { vector_row<typename decltype(type)::Head, T, A>(task); },
         [&](auto type) { scalar_row<typename decltype(type)::Head, T, A>(task); },
         [&](auto type) { own_row<T>(typename decltype(type)::Head(block.head, block.segment), task); });

@@ -7,13 +7,17 @@
 namespace gradscale {
 
 // Rows of logits of several distributions: CategoricalKL. The team of a row is divided into teams of up to a warp. With
-// n teams, a team computes every n-th group of classes, and reads it four times: for maxima, sums, divergence and
-// gradient. Bytes: both rows are read once from memory and then from the cache; gradients are written once.
+// n teams, a team computes every n-th group of classes. A thread keeps four classes in registers; groups of more than
+// 128 classes are read four times: for maxima, sums, divergence and gradient. Bytes: both rows are read once from
+// memory and then from the cache; gradients are written once.
 
-// The number of threads in a team: enough for four classes per thread, but at most a warp or the threads of the row.
+constexpr int kClasses = 4; // of a thread
+
+// The number of threads in a team: enough for kClasses classes per thread, but at most a warp or the threads of the
+// row.
 GRADSCALE_DEVICE int team_size(int32_t classes, int threads) {
   int size = 1;
-  while (4 * size < classes && size < 32 && size < threads) {
+  while (kClasses * size < classes && size < 32 && size < threads) {
     size *= 2;
   }
   return size;
@@ -24,61 +28,101 @@ struct PartOfDivergence {
   double divergence = 0, gradient_square = 0, largest_logit = 0;
 };
 
-// A group of classes: pointers to its logits, and the team that computes it.
-template <class T, class U>
+// A group of classes of a row, and the team that computes it.
 struct ClassGroup {
-  using A = Accumulate<T>;
-  const T* x;
-  const U* t;
+  int32_t first;   // class of the row
   int32_t classes; // 0 for threads that have no group
   Team team;
 
-  template <class Function>
-  GRADSCALE_DEVICE void each(Function function) const {
-    for (int32_t c = team.rank; c < classes; c += team.size) {
-      function(c, static_cast<A>(to_accumulate(x[c])), static_cast<A>(to_accumulate(t[c])));
+  // The classes of this thread among those from `begin` on.
+  template <class U, class A>
+  GRADSCALE_DEVICE void read(const U* row, int32_t begin, A (&logits)[kClasses]) const {
+#pragma unroll
+    for (int k = 0; k < kClasses; ++k) {
+      const int32_t c = begin + k * team.size;
+      const auto logit = static_cast<A>(to_accumulate(row[first + (c < classes ? c : 0)])); // without a branch
+      logits[k] = c < classes ? logit : -static_cast<A>(INFINITY);
     }
   }
 
-  template <Mixture mixture, bool predicts_p>
+  template <Mixture mixture, bool predicts_p, class T, class A>
   GRADSCALE_DEVICE void add_divergence(
-      const CategoricalKL<A>& head, A factor, const RowTask& task, int32_t first, PartOfDivergence& part) const {
-    A largest_x = -static_cast<A>(INFINITY), largest_t = largest_x, sum_x = 0, sum_t = 0;
-    A largest_finite = 0, square = 0;
-    each([&](int32_t, A x_logit, A t_logit) {
-      largest_finite = larger(largest_finite, finite_magnitude(x_logit));
-      largest_x = larger(largest_x, x_logit);
-      largest_t = larger(largest_t, t_logit);
+      const CategoricalKL<A>& head, A factor, const RowTask& task, PartOfDivergence& part) const {
+    A x[kClasses], t[kClasses]; // logits, then their differences from the maximum
+    A x_exponential[kClasses], t_exponential[kClasses];
+    DivergenceTerms<A> terms[kClasses];
+    A largest_x = -static_cast<A>(INFINITY), largest_t = largest_x, largest_finite = 0;
+    GroupSoftmax<A> softmax_x{}, softmax_t{};
+    const auto read_logits = [&](int32_t begin) {
+      read(task.prediction.as<const T>(), begin, x);
+      dispatch_element(task.target.element, [&](auto type) { read(task.target.as<const decltype(type)>(), begin, t); });
+    };
+    const auto compute_exponentials = [&] {
+#pragma unroll
+      for (int k = 0; k < kClasses; ++k) {
+        x_exponential[k] = exp_nonpositive(x[k] -= largest_x);
+        t_exponential[k] = exp_nonpositive(t[k] -= largest_t);
+      }
+    };
+    const auto compute_terms = [&] {
+#pragma unroll
+      for (int k = 0; k < kClasses; ++k) {
+        terms[k] = head.template terms<mixture, predicts_p>(
+            x_exponential[k], t_exponential[k], x[k], t[k], softmax_x, softmax_t);
+      }
+    };
+    // Calls function(class, k) for this thread's classes, of which some may be behind the last, after the first `steps`
+    // of these steps, of which `done` have been taken for classes that are kept.
+    const bool keeps = classes <= kClasses * team.size;
+    const auto each_class = [&](int done, int steps, auto function) {
+#pragma unroll 1
+      for (int32_t begin = team.rank; begin < classes; begin += kClasses * team.size) {
+        if (done < 1 || !keeps) {
+          read_logits(begin);
+        }
+        if (steps >= 2 && (done < 2 || !keeps)) {
+          compute_exponentials();
+        }
+        if (steps >= 3 && (done < 3 || !keeps)) {
+          compute_terms();
+        }
+#pragma unroll
+        for (int k = 0; k < kClasses; ++k) {
+          function(begin + k * team.size, k);
+        }
+      }
+    };
+
+    each_class(0, 1, [&](int32_t, int k) {
+      largest_finite = larger(largest_finite, finite_magnitude(x[k]));
+      largest_x = larger(largest_x, x[k]);
+      largest_t = larger(largest_t, t[k]);
     });
     largest_x = team.maximum(largest_x);
     largest_t = team.maximum(largest_t);
-    each([&](int32_t, A x_logit, A t_logit) {
-      sum_x += exp_nonpositive(x_logit - largest_x);
-      sum_t += exp_nonpositive(t_logit - largest_t);
+    A sum_x = 0, sum_t = 0;
+    each_class(1, 2, [&](int32_t, int k) {
+      sum_x += x_exponential[k];
+      sum_t += t_exponential[k];
     });
     sum_x = team.sum(sum_x);
     sum_t = team.sum(sum_t);
-    const GroupSoftmax<A> softmax_x{largest_x, A(1) / sum_x, std::log(sum_x)};
-    const GroupSoftmax<A> softmax_t{largest_t, A(1) / sum_t, std::log(sum_t)};
-    const auto terms = [&](A x_logit, A t_logit) {
-      const A x_below = x_logit - largest_x, t_below = t_logit - largest_t;
-      return head.template terms<mixture, predicts_p>(
-          exp_nonpositive(x_below), exp_nonpositive(t_below), x_below, t_below, softmax_x, softmax_t);
-    };
-    A total = 0, h = 0;
-    each([&](int32_t, A x_logit, A t_logit) {
-      const DivergenceTerms<A> element = terms(x_logit, t_logit);
-      total += element.divergence;
-      h += element.h;
+    softmax_x = {largest_x, A(1) / sum_x, std::log(sum_x)};
+    softmax_t = {largest_t, A(1) / sum_t, std::log(sum_t)};
+    A total = 0, h = 0, square = 0;
+    each_class(2, 3, [&](int32_t c, int k) {
+      total += c < classes ? terms[k].divergence : A(0);
+      h += c < classes ? terms[k].h : A(0);
     });
-    h = team.sum(h);
-    each([&](int32_t c, A x_logit, A t_logit) {
-      if (task.block.segment.gradient.data != nullptr) {
-        const DivergenceTerms<A> element = terms(x_logit, t_logit);
-        A gradient = (element.h - element.softmax * h) * factor;
-        square += task.template write_gradient<T, 1>(first + c, &gradient);
-      }
-    });
+    if (task.wants_gradient()) {
+      h = team.sum(h);
+      each_class(3, 3, [&](int32_t c, int k) {
+        A gradient = (terms[k].h - terms[k].softmax * h) * factor;
+        if (c < classes) {
+          square += task.template write_gradient<T, 1>(first + c, &gradient);
+        }
+      });
+    }
     part.divergence += total;
     part.gradient_square += square;
     part.largest_logit = larger(part.largest_logit, static_cast<double>(largest_finite));
@@ -93,19 +137,14 @@ GRADSCALE_DEVICE PartOfDivergence row_divergence(const CategoricalKL<A>& head, c
   const int teams = task.team.size / threads, own = task.team.rank / threads;
   const A factor = head.factor(static_cast<double>(INFINITY), task.factor.coefficient);
   PartOfDivergence part;
-  dispatch_element(s.target.element, [&](auto type) {
-    using U = decltype(type);
-    const U* targets = static_cast<const U*>(s.target.data) + task.row * s.target.stride;
-    for (int32_t begin = 0; begin < groups; begin += teams) { // all threads of a warp take part in each reduction
-      const int32_t group = begin + own, first = group < groups ? group * classes : 0;
-      const ClassGroup<T, U> class_group{
-          task.template prediction<T>() + first,
-          targets + first,
-          task.active && group < groups ? classes : 0,
-          Team{threads, task.team.rank % threads, nullptr}};
-      class_group.template add_divergence<mixture, predicts_p>(head, factor, task, first, part);
-    }
-  });
+#pragma unroll 1
+  for (int32_t begin = 0; begin < groups; begin += teams) { // all threads of a warp take part in each reduction
+    const int32_t group = begin + own;
+    const bool has_group = task.active && group < groups;
+    const ClassGroup own_group{
+        has_group ? group * classes : 0, has_group ? classes : 0, Team{threads, task.team.rank % threads, nullptr}};
+    own_group.template add_divergence<mixture, predicts_p, T>(head, factor, task, part);
+  }
   return part;
 }
 
@@ -134,7 +173,7 @@ GRADSCALE_DEVICE void own_row(const CategoricalKL<A>& head, const RowTask& task)
   const double divergence = task.team.sum(part.divergence);
   const double gradient_square = divergence < head.free_nats ? 0 : part.gradient_square;
   task.store(head.loss(divergence), 0, gradient_square, part.largest_logit);
-  if (s.gradient.data != nullptr && divergence < head.free_nats) { // each thread clears what it wrote
+  if (task.wants_gradient() && divergence < head.free_nats) { // each thread clears what it wrote
     const int32_t classes = static_cast<int32_t>(s.last_size), stride = task.team.size / threads * classes;
     for (int32_t first = task.team.rank / threads * classes; first < task.width; first += stride) {
       for (int32_t c = task.team.rank % threads; c < classes; c += threads) {
@@ -153,13 +192,12 @@ GRADSCALE_DEVICE void own_row(const CategoricalKL<A>& head, const RowTask& task)
 template <class T, class A>
 GRADSCALE_DEVICE void own_row(const QuantileHuber<A>& head, const RowTask& task) {
   const Segment& s = task.block.segment;
-  const T* x = task.template prediction<T>();
+  const T* x = task.prediction.as<const T>();
   const A factor = head.factor(task.factor.coefficient);
   const auto count = static_cast<int32_t>(s.target_width);
   double sum = 0, square = 0;
-  dispatch_element(s.target.element, [&](auto type) {
-    using U = decltype(type);
-    const U* targets = static_cast<const U*>(s.target.data) + task.row * s.target.stride;
+  dispatch_element(task.target.element, [&](auto type) {
+    const auto* targets = task.target.as<const decltype(type)>();
     for (int32_t i = task.team.rank; i < task.width; i += task.team.size) {
       const A quantile = static_cast<A>(to_accumulate(x[i]));
       const QuantileWeights<A> weights = head.weights(i);
@@ -175,7 +213,7 @@ GRADSCALE_DEVICE void own_row(const QuantileHuber<A>& head, const RowTask& task)
         slope += slope_part;
       }
       sum += loss;
-      if (s.gradient.data != nullptr) {
+      if (task.wants_gradient()) {
         A gradient = slope * factor;
         square += task.template write_gradient<T, 1>(i, &gradient);
       }

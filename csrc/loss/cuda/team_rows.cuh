@@ -10,22 +10,42 @@
 
 namespace gradscale {
 
-// A row of a segment and the team of threads that owns it.
+// The row of a tensor.
+struct TensorRow {
+  void* data; // null: there is none
+  Element element;
+
+  GRADSCALE_DEVICE TensorRow(const Rows& rows, int64_t row) : data(rows.data), element(rows.element) {
+    if (data != nullptr) {
+      data = static_cast<char*>(data) + row * rows.stride * element_size(element);
+    }
+  }
+  template <class T>
+  GRADSCALE_DEVICE T* as() const {
+    return static_cast<T*>(data);
+  }
+};
+
+// A row of a segment and the team of threads that owns it. What the threads read again and again is kept here, in
+// registers, because the compiler cannot know that stores of gradients do not change the table.
 struct RowTask : RowOfThread {
   const BlockOfRows& block;
   int32_t width; // 0 for teams after the last row, which only take part in reductions
   RowFactor factor;
+  TensorRow prediction, target, gradient;
 
   GRADSCALE_DEVICE RowTask(const BlockOfRows& block, double* shared)
       : RowOfThread(block.index, block.span.threads_per_row, block.pass.batch, shared),
         block(block),
         width(active ? static_cast<int32_t>(block.segment.width) : 0),
-        factor(block.factor_of(row)) {
+        factor(block.factor_of(row)),
+        prediction(block.segment.prediction, row),
+        target(block.segment.target, row),
+        gradient(block.segment.gradient, row) {
   }
 
-  template <class T>
-  GRADSCALE_DEVICE const T* prediction() const {
-    return static_cast<const T*>(block.segment.prediction.data) + row * block.segment.prediction.stride;
+  GRADSCALE_DEVICE bool wants_gradient() const {
+    return gradient.data != nullptr;
   }
 
   // Reduces the metrics of the team's threads, and stores the results of the row.
@@ -45,12 +65,10 @@ struct RowTask : RowOfThread {
       values[k] = factor.counts ? values[k] : A(0);
       square += first + k >= 0 && first + k < width ? values[k] * values[k] : A(0);
     }
-    if (block.segment.gradient.element == kElementOf<T>) {
-      T* to = static_cast<T*>(block.segment.gradient.data) + row * block.segment.gradient.stride;
-      write_elements<size>(to, width, first, values);
+    if (gradient.element == kElementOf<T>) {
+      write_elements<size>(gradient.as<T>(), width, first, values);
     } else {
-      A* to = static_cast<A*>(block.segment.gradient.data) + row * block.segment.gradient.stride;
-      write_elements<size>(to, width, first, values);
+      write_elements<size>(gradient.as<A>(), width, first, values);
     }
     return square;
   }
@@ -81,24 +99,21 @@ struct BinsOfRow { // a few bins have mass
 
 template <class A>
 struct ActionsOfRow { // a distribution, or a class
-  Rows rows;
-  int64_t row;
+  TensorRow row;
   int32_t width;
 
   template <int size>
   GRADSCALE_DEVICE void read(int32_t first, A (&t)[size]) const {
-    if (rows.element == Element::int64) {
-      const int32_t chosen = class_of(static_cast<const int64_t*>(rows.data)[row * rows.stride], width);
+    if (row.element == Element::int64) {
+      const int32_t chosen = class_of(*row.as<const int64_t>(), width);
 #pragma unroll
       for (int k = 0; k < size; ++k) {
         t[k] = static_cast<A>(class_mass(chosen, first + k));
       }
       return;
     }
-    dispatch_element(rows.element, [&](auto type) {
-      using U = decltype(type);
-      read_elements<size>(static_cast<const U*>(rows.data) + row * rows.stride, width, first, A(0), t);
-    });
+    dispatch_element(
+        row.element, [&](auto type) { read_elements<size>(row.as<const decltype(type)>(), width, first, A(0), t); });
   }
 };
 
@@ -110,7 +125,7 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
   using Formula = CrossEntropy<A, options>;
   constexpr int size = kVector<T>;
   const Head& head = task.block.head;
-  const LogitsRow<T> row{task.template prediction<T>(), task.width, task.team};
+  const LogitsRow<T> row{task.prediction.as<const T>(), task.width, task.team};
   const Formula formula{static_cast<A>(head.entropy_weight)};
   const Smoothing<A> smoothing(head.label_smoothing, task.block.segment.width);
   A largest_finite; // of this thread's logits
@@ -152,7 +167,7 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
   const A detail =
       head.has_support() ? decoded_row(sums[Formula::kWeighted], sum, head.support) : Formula::entropy(sums);
   A square = 0;
-  if (task.block.segment.gradient.data != nullptr) {
+  if (task.wants_gradient()) {
     const auto factors = Formula::factors(sums, A(1) / sum, static_cast<A>(task.factor.coefficient));
     each_window([&](const A* d, const A* t, int32_t first) {
       A gradient[size];
@@ -172,15 +187,11 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
 // are added to the sums of the row like others.
 template <class RowHead, class T, class A, class Function>
 GRADSCALE_DEVICE void each_window_pair(const RowTask& task, Function function) {
-  const T* prediction = task.template prediction<T>();
-  const Rows rows = task.block.segment.target;
   const Support& transform = task.block.head.support;
-  each_window(prediction, task.width, task.team, A(0), [&](const A* x, int32_t first) {
+  each_window(task.prediction.as<const T>(), task.width, task.team, A(0), [&](const A* x, int32_t first) {
     A t[kVector<T>] = {};
-    dispatch_element(rows.element, [&](auto type) {
-      using U = decltype(type);
-      const U* target = static_cast<const U*>(rows.data) + task.row * rows.stride;
-      read_elements<kVector<T>>(target, task.width, first, A(0), t);
+    dispatch_element(task.target.element, [&](auto type) {
+      read_elements<kVector<T>>(task.target.as<const decltype(type)>(), task.width, first, A(0), t);
     });
 #pragma unroll
     for (int k = 0; k < kVector<T> && RowHead::kTransformsTarget; ++k) {
@@ -195,7 +206,6 @@ template <class RowHead, class T, class A>
 GRADSCALE_DEVICE void vector_row(const RowTask& task) {
   constexpr int size = kVector<T>;
   const Team& team = task.team;
-  const bool wants_gradient = task.block.segment.gradient.data != nullptr;
   RowHead head{{static_cast<double>(task.block.segment.width), &task.block.head}};
   if constexpr (RowHead::kScales) {
     A largest_x = 0, largest_t = 0;
@@ -228,7 +238,7 @@ GRADSCALE_DEVICE void vector_row(const RowTask& task) {
         sums.values[i] += terms.values[i];
       }
     }
-    if (!RowHead::kGradientWaits && wants_gradient) {
+    if (!RowHead::kGradientWaits && task.wants_gradient()) {
       write_gradient(x, t, first);
     }
   });
@@ -237,7 +247,7 @@ GRADSCALE_DEVICE void vector_row(const RowTask& task) {
     sums.values[i] = team.sum(sums.values[i]);
   }
   const double loss = head.finish(sums);
-  if (RowHead::kGradientWaits && wants_gradient) {
+  if (RowHead::kGradientWaits && task.wants_gradient()) {
     factor = head.factor(task.factor.coefficient);
     each_window_pair<RowHead, T, A>(task, write_gradient);
   }
@@ -248,13 +258,13 @@ GRADSCALE_DEVICE void vector_row(const RowTask& task) {
 template <class RowHead, class T, class A>
 GRADSCALE_DEVICE void scalar_row(const RowTask& task) {
   static_assert(!RowHead::kTransformsTarget, "a head with a transform has rows of any number of elements");
-  const A x = static_cast<A>(to_accumulate(*task.template prediction<T>()));
+  const A x = static_cast<A>(to_accumulate(*task.prediction.as<const T>()));
   const Rows& target = task.block.segment.target;
   const A t = target.data == nullptr ? A(0) : static_cast<A>(target.load(task.row));
   RowHead head{{1, &task.block.head}};
   const double loss = head.finish(head.terms(x, t));
   double square = 0;
-  if (task.active && task.block.segment.gradient.data != nullptr) {
+  if (task.active && task.wants_gradient()) {
     A gradient = head.gradient(x, t) * head.factor(task.factor.coefficient);
     square = task.template write_gradient<T, 1>(0, &gradient);
   }
