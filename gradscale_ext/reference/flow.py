@@ -29,7 +29,8 @@ def scale_gradient(x: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor
     """
     scale = _as_tensor(scale, x)
     value, wide, is_finite = x.detach(), _wide(x), x.isfinite()
-    zero = torch.where(is_finite, wide - wide.detach(), 1 / torch.where(is_finite, 1, wide))
+    # 1 / NaN would have a NaN gradient, also where it is not chosen.
+    zero = torch.where(is_finite, wide - wide.detach(), 1 / torch.where(is_finite | x.isnan(), 1, wide))
     is_none, is_usable = scale == 0, is_finite & scale.isfinite()
     scaled = value + (zero * torch.where(scale.isfinite(), scale, 1)).to(x.dtype)
     product = (wide * scale).to(x.dtype)
