@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -45,6 +46,23 @@ def is_transformed() -> bool:
 
 # torch.compiler.assume_constant_result does the same, but imports the compiler, which takes a second and 70 MB.
 is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def why_no_constant(tensor: torch.Tensor, name: str = "it") -> tuple[str, str] | None:
+    """Say why a tensor, which gets no gradient, is differentiated all the same, and what to write instead."""
+    if tensor.requires_grad:
+        return "requires grad", "detach() it" if name == "it" else f"write {name}.detach()"
+    # There is no public way to ask for the level outside of forward mode.
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+        return "has a tangent of forward mode", f"compute {name} outside of jvp, jacfwd or forward_ad"
+    return None
+
+
+def check_constant(function: str, name: str, value: torch.Tensor) -> None:
+    """Refuse a tensor that requires grad while gradients are recorded, or has a tangent of forward mode."""
+    why = why_no_constant(value, name)
+    if why and (torch.is_grad_enabled() or not value.requires_grad):
+        raise ValueError(f"{function}: {name} {why[0]}, but it is a constant and gets no gradient; {why[1]}")
 
 
 def has_values(*tensors: object) -> bool:

@@ -54,14 +54,6 @@ def check_mask(function: str, mask: Any, name: str, masked: torch.Tensor) -> Non
         )
 
 
-def check_constant(function: str, name: str, value: torch.Tensor) -> None:
-    """Refuse a tensor that requires grad while gradients are recorded."""
-    if value.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"{function}: {name} requires grad, but it is a constant and gets no gradient; write {name}.detach()"
-        )
-
-
 def refuse_group(function: str, group: str, name: str, *values: object) -> None:
     """Refuse a process group next to a DTensor."""
     if group and any(_distributed.is_distributed(value) for value in values):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _numbers, _remedies, _table
+from . import _context, _numbers, _remedies, _table
 
 Discount = float | torch.Tensor
 
@@ -154,7 +154,7 @@ class Checker:
         if value.dtype not in FLOATS:
             raise TypeError(
                 f"{self.function}: {name} must be float64, float32, bfloat16 or float16, but its dtype is "
-                f"{value.dtype}; write {name}.float()"
+                f"{value.dtype}; write {name}{'.real' if value.is_complex() else '.float()'}"
             )
 
     def on_device(self, name: str, value: torch.Tensor) -> None:
@@ -250,11 +250,8 @@ class Checker:
             )
 
     def constant(self, name: str, value: Any) -> None:
-        if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"{self.function}: {name} requires grad, but it is a constant and gets no gradient; "
-                f"write {name}.detach()"
-            )
+        if isinstance(value, torch.Tensor):
+            _context.check_constant(self.function, name, value)
 
     def coefficient(self, name: str, value: Any, low: float, per_step: bool = True) -> Discount:
         """Return a number from `low` to 1 as a float, and a tensor of 0 or 2 dimensions unchanged."""

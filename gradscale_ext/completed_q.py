@@ -149,4 +149,4 @@ def _check(given: dict[str, Any]) -> None:
                 f"{function}: {name} must have shape {list(wanted)}, but its shape is {list(tensor.shape)}"
                 f"{_remedies.remedy_for_shape(name, tensor.shape, [wanted])}"
             )
-        _tensors.check_constant(function, name, tensor)
+        _context.check_constant(function, name, tensor)

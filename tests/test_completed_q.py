@@ -240,3 +240,12 @@ def test_wrong_arguments(changes, error, words):
     given |= {"visit_counts": torch.ones(2, 3).long(), "value": torch.ones(2)}
     with pytest.raises(error, match=f"^completed_q_policy: .*{words}"):
         gs.completed_q_policy(**given | changes)
+
+
+@pytest.mark.parametrize("name", ["prior_logits", "q_values", "value"])
+def test_inputs_have_no_tangent(name):
+    given = {"prior_logits": torch.ones(3), "q_values": torch.ones(3), "visit_counts": torch.ones(3)}
+    given |= {"value": torch.ones(())}
+    function = lambda tensor: gs.completed_q_policy(**given | {name: tensor})
+    with pytest.raises(ValueError, match=f"{name} has a tangent of forward mode, .* compute {name} outside of jvp"):
+        torch.func.jvp(function, (given[name],), (given[name],))

@@ -256,6 +256,47 @@ def test_gradient_with_time_first(context):
     close(actual, expected)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("scale", [0.5, -0.5])
+def test_a_nonfinite_loss_has_the_same_gradient_everywhere(value, scale):
+    if value == math.inf and scale < 0:
+        pytest.skip("reference.scale_gradient documents a NaN gradient")
+    found = []
+    for impl, create_graph in (("fused", False), ("auto", True), ("reference", False)):
+        x = torch.tensor([[value, 0.5]], requires_grad=True)
+        options = {"step_gradient_scale": [scale, 0.5], "impl": impl}
+        out = gs.multi_step_loss({"own": gs.PerStepLoss()}, {"own": x}, {}, **options)
+        found.append((torch.autograd.grad(out.loss, x, create_graph=create_graph)[0].detach(), out.head_gradient_norms))
+    assert found[0][0].tolist() == [[scale, 0.5]]
+    torch.testing.assert_close(found[1:], found[:1] * 2)
+
+
+CONSTANTS = {
+    "the target of head 'own' at step 0": lambda t: {"targets": {"own": t}},
+    "importance_weights": lambda t: {"importance_weights": t[:, 0]},
+    "step_weights": lambda t: {"step_weights": t},
+    "step_gradient_scale": lambda t: {"step_gradient_scale": t},
+    "the num_entries of head 'own'": lambda t: {"num_entries": {"own": t[0, 0]}},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CONSTANTS)
+@pytest.mark.parametrize("context", ["jvp", "forward_ad"])
+def test_constants_have_no_tangent(context, name):
+    def loss_of(tensor):
+        given = {"targets": {"own": torch.zeros(2, 3)}} | CONSTANTS[name](tensor)
+        return gs.multi_step_loss({"own": gs.MeanSquaredError()}, {"own": torch.ones(2, 3)}, **given).loss
+
+    def by_dual_number(tensor):
+        with forward_ad.dual_level():
+            loss_of(forward_ad.make_dual(tensor, tensor))
+
+    differentiate = by_dual_number if context == "forward_ad" else lambda t: torch.func.jvp(loss_of, (t,), (t,))
+    with pytest.raises(ValueError, match=f"multi_step_loss: {name} has a tangent of forward mode, .* outside of jvp"):
+        differentiate(torch.ones(2, 3))
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("context", ["func.grad", "compile, aot_eager", "export"])
 def test_gradient_with_mappings_of_unusual_iteration(context):

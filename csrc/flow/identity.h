@@ -114,11 +114,13 @@ inline void check_value(
       " must be real, but it is a tensor of dtype ",
       dtype_name(tensor));
   TORCH_CHECK_VALUE(
-      !tensor.requires_grad() && !tensor._fw_grad(/*level=*/0).defined(),
+      !tensor.requires_grad(), name, ": ", argument, " requires grad, but it gets no gradient; detach() it");
+  TORCH_CHECK_VALUE(
+      !tensor._fw_grad(/*level=*/0).defined(),
       name,
       ": ",
       argument,
-      " requires grad, but it gets no gradient; detach() it");
+      " has a tangent of forward mode, but it gets no gradient; compute it outside of jvp, jacfwd or forward_ad");
   const int64_t dims = static_cast<int64_t>(shape.size());
   bool broadcasts = tensor.dim() <= dims;
   for (int64_t i = 1; broadcasts && i <= tensor.dim(); ++i) {

@@ -268,8 +268,8 @@ class Rules:
 
 
 def _check_constant(label: str, weights: torch.Tensor) -> None:
-    if weights.requires_grad:
-        raise ValueError(f"multi_step_loss: {label} requires grad, but weights get no gradient; detach() it")
+    if why := _context.why_no_constant(weights):
+        raise ValueError(f"multi_step_loss: {label} {why[0]}, but weights get no gradient; {why[1]}")
 
 
 def _length(given: Sequence[Any]) -> int | str:
