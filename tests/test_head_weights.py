@@ -459,3 +459,15 @@ def test_each_head_is_normalized_by_its_own_largest_weight():
             impl=impl,
         )
         assert out.loss.tolist() == [1.25, 1.5]
+
+
+def test_a_head_without_a_mask(recwarn):
+    predictions = {"a": torch.rand(2, 3), "b": torch.rand(2, 3)}
+    heads, mask = (
+        {"a": gs.PerStepLoss(), "b": gs.PerStepLoss()},
+        torch.tensor([[True, True, False], [True, False, False]]),
+    )
+    found = gs.multi_step_loss(heads, predictions, {}, mask={"a": mask, "b": None})
+    expected = gs.multi_step_loss(heads, predictions, {}, mask={"a": mask})
+    assert torch.equal(found.per_sample, expected.per_sample)
+    assert not recwarn.list

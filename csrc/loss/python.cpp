@@ -115,6 +115,9 @@ class Reader {
   }
 
   at::Tensor mask(py::handle given, const Part& part) const {
+    if (given.is_none()) {
+      return {};
+    }
     at::Tensor mask = tensor(given, part);
     require(mask.scalar_type() == at::kBool, part, "is not a bool tensor");
     return mask;

@@ -98,7 +98,9 @@ class Rules:
                 by_head[name] = checked
         return by_head
 
-    def _mask(self, argument: str, label: str, mask: Any) -> torch.Tensor:
+    def _mask(self, argument: str, label: str, mask: Any) -> torch.Tensor | None:
+        if mask is None:  # of one head
+            return None
         if not isinstance(mask, torch.Tensor):
             raise TypeError(
                 f"multi_step_loss: {label} must be a bool tensor, but it is of type {type(mask).__name__}"
