@@ -10,7 +10,7 @@ import torch
 from . import _context, _distributed, _numbers, _tensors
 from ._buffers import ModuleWithNumbers
 from ._native import _C, Refusal
-from ._ranks import gathered, group_of
+from ._ranks import gathered, group_of, is_mapped
 from ._trajectories import result_dtype
 
 
@@ -279,9 +279,22 @@ class ReturnScale(ModuleWithNumbers):
             _tensors.refuse_group("ReturnScale", self._group[0], "returns", returns, mask)
             return _distributed.by_whole(self.forward, returns, mask)  # type: ignore[no-any-return]
         if self.training and returns.numel() > 0:
+            self._check_context()
             with torch.no_grad():
                 self._update(returns.detach(), mask)
         return self.scale
+
+    def _check_context(self) -> None:
+        """Refuse contexts in which the buffers cannot be updated."""
+        if is_mapped():
+            raise NotImplementedError(
+                "ReturnScale: the running percentiles cannot be updated inside of torch.func.vmap, which calls the "
+                "module for one example; call it outside with all returns, or use eval() to read the scale"
+            )
+        if _context.is_eager() and self.num_updates.is_inference() and not torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "ReturnScale: the module was made in inference mode, and can be updated there only; make it outside"
+            )
 
     @property
     def offset(self) -> torch.Tensor:

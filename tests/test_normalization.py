@@ -579,6 +579,23 @@ def test_wrong_returns(returns, mask, error, words):
         gs.ReturnScale()(returns, mask)
 
 
+def test_contexts_without_updates():
+    return_scale, returns = gs.ReturnScale(), torch.randn(2, 4)
+    with pytest.raises(
+        NotImplementedError, match=r"^ReturnScale: .*vmap.*; call it outside with all returns, or use ev"
+    ):
+        torch.func.vmap(return_scale)(returns)
+    assert return_scale.num_updates == 0
+    return_scale(returns)
+    assert torch.func.vmap(return_scale.eval())(returns).tolist() == [return_scale.scale] * 2
+    with torch.inference_mode():
+        return_scale = gs.ReturnScale()
+        return_scale(returns)
+    with pytest.raises(RuntimeError, match=r"^ReturnScale: the module was made in inference mode, .*; make it outside"):
+        return_scale(returns)
+    assert return_scale.num_updates == 1
+
+
 # ---- Several ranks --------------------------------------------------------------------------------------------------
 
 CHECKS: dict[str, Callable[[int], None]] = {}
