@@ -139,6 +139,14 @@ def test_modules_without_values_are_printed(name):
         assert repr(MODULES[name]()) == repr(MODULES[name]())
 
 
+@pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"adaptive": 0.1}])
+def test_clipping_of_fake_gradients(options):
+    with FakeTensorMode():
+        parameter = torch.nn.Parameter(torch.ones(3, 3))
+        parameter.grad = torch.ones(3, 3)
+        assert gs.clip_gradients_([parameter], **options).total_norm.shape == ()
+
+
 # ---- Compiled and exported functions --------------------------------------------------------------------------------
 
 

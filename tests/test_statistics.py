@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
+import types
 import warnings
 from collections.abc import Callable
 from decimal import Decimal
@@ -298,10 +300,55 @@ def test_given_names_replace_the_names_of_a_module():
         gs.gradient_statistics(model, names=["a"])
 
 
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ([1, 2, 3], r"names\[0\] must be a string, .* type int"),
+        ("abc", "names must be a sequence of strings, .* type str"),
+    ],
+)
+def test_names_are_strings(names, words):
+    with pytest.raises(TypeError, match=f"^gradient_statistics: {words}"):
+        gs.gradient_statistics(layers(), names=names)
+
+
+def test_statistics_are_a_number_like_the_result_of_clip_grad_norm():
+    statistics = gs.gradient_statistics([torch.full((4,), 2.0)])
+    assert torch.isfinite(statistics)
+    results = [statistics * 2, 2 * statistics, statistics / 2, 8 / statistics, torch.tensor(8.0) / statistics]
+    assert [result.item() for result in results] == [8, 8, 2, 2, 2]
+    assert torch.stack([statistics, torch.ones((), dtype=torch.float64)]).tolist() == [4, 1]
+    assert round(statistics) == 4
+    assert isinstance(round(statistics), int)
+    assert round(gs.gradient_statistics([torch.ones(2)]), 2) == 1.41
+
+
 def test_statistics_compare_by_identity():
     first, second = (gs.gradient_statistics([torch.ones(2)]) for _ in range(2))
     assert first == first
     assert len({first, second}) == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (gs.gradient_statistics, "gradient_statistics: tensors"),
+        (lambda given: gs.clip_gradients_(given, 1.0), "clip_gradients_: parameters"),
+    ],
+)
+def test_mappings_and_groups_of_an_optimizer_are_rejected(call, words):
+    model = torch.nn.Linear(2, 2)
+    argument = words.split()[-1]
+    remedy = re.escape(f"{argument}.values()")
+    with pytest.raises(TypeError, match=f"^{words} must be .*, but it is a mapping of type dict; write {remedy}$"):
+        call(dict(model.named_parameters()))
+    groups = torch.optim.SGD(model.parameters(), lr=0.1).param_groups
+    with pytest.raises(
+        TypeError, match=rf"^{words} must be .*, but {argument}\[0\] is a group of an optimizer; write"
+    ) as found:
+        call(groups)
+    written = str(found.value).partition("; write ")[2]
+    call(eval(written, {"optimizer": types.SimpleNamespace(param_groups=groups)}))
 
 
 @pytest.mark.parametrize(

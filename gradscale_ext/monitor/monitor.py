@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from .. import _context
+from .. import _context, _numbers
 from ..statistics.gradients import GradientStatistics, gradient_statistics
 from . import _open
 from ._activations import Calls
@@ -123,6 +123,10 @@ class GradientMonitor:
             raise ValueError(f"GradientMonitor: tags must be 'few' or 'all', but it is {tags!r}")
         self._model, self._writer, self._tags = model, adapted(writer), tags
         self._optimizer: torch.optim.Optimizer | None = (inner := _with_hooks(optimizer))
+        _numbers.check_flag("GradientMonitor: histograms", histograms)
+        _numbers.check_flag("GradientMonitor: updates", updates)
+        if not isinstance(prefix, str):
+            raise TypeError(f"GradientMonitor: prefix must be a string, but it is of type {type(prefix).__name__}")
         self._every = _integer("every", every, 1)
         self._first_step = _integer("first_step", first_step, 0)
         self._prefix = prefix

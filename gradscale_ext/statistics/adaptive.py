@@ -153,7 +153,8 @@ class AdaptiveClipping:
 
     def clip(self, skip: bool) -> None:
         """Multiply each unit by its factor."""
-        if not _context.shows_operators() and self._clipping.is_cpu and self._clipping[2] == 0:
+        can_read = self._clipping.is_cpu and not _context.shows_operators() and _context.has_values(self._clipping)
+        if can_read and self._clipping[2] == 0:
             return
         begin = 0
         for group in self._groups:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch.utils import _pytree as pytree
 
 from .. import _context
 from .._distributed import whole
@@ -32,9 +33,10 @@ class GradientStatistics:
     """The results of `gradient_statistics` for N tensors, on their device, without a synchronisation.
 
     `norm`, `abs_max` and `mean` are over the finite elements; complex elements enter by their modulus. Used as a number
-    (`float()`, `item()`, a format such as ``f"{statistics:.2f}"``, ``statistics > 10``), the object is its
-    `total_norm`. `str()` is a table, `repr()` has its first lines, with long names shortened, and `to_dict()` has plain
-    numbers. All of these except the comparisons wait for the device.
+    (`float()`, `item()`, a format such as ``f"{statistics:.2f}"``, ``statistics > 10``, ``statistics / 2``) or in a
+    function of PyTorch (``torch.isfinite(statistics)``), the object is its `total_norm`. `str()` is a table, `repr()`
+    has its first lines, with long names shortened, and `to_dict()` has plain numbers. `float()`, `item()`, formats,
+    tables and `to_dict()` wait for the device.
     """
 
     names: list[str]
@@ -129,6 +131,27 @@ class GradientStatistics:
 
     def __ge__(self, other: float | torch.Tensor) -> torch.Tensor:
         return self.total_norm >= other
+
+    def __mul__(self, other: float | torch.Tensor) -> torch.Tensor:
+        return self.total_norm * other
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: float | torch.Tensor) -> torch.Tensor:
+        return self.total_norm / other
+
+    def __rtruediv__(self, other: float | torch.Tensor) -> torch.Tensor:
+        return other / self.total_norm
+
+    def __round__(self, digits: int | None = None) -> float:
+        return round(self.item(), digits)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map_only(cls, lambda statistics: statistics.total_norm, (args, kwargs or {}))
+        return function(*args, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
         """Lists of Python numbers by field, and `total_norm`. Waits for the device."""
@@ -225,7 +248,7 @@ def gradient_statistics(tensors: Tensors, names: Sequence[str] | None = None) ->
     gradients: Gradients = given
     if any(is_gradient):
         gradients = [tensor.grad if kind else tensor for tensor, kind in zip(given, is_gradient, strict=True)]
-    names = own_names if names is None else list(names)
+    names = own_names if names is None else _checked_names(names)
     if len(names) != len(gradients):
         raise ValueError(
             f"gradient_statistics: expected one name for each of {len(gradients)} tensors, but got {len(names)}"
@@ -259,6 +282,21 @@ def _are_parameters(given: list[Any]) -> list[bool]:
 
 
 _NUMBERS = [str(number) for number in range(1024)]
+
+
+def _checked_names(names: Any) -> list[str]:
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise TypeError(
+            f"gradient_statistics: names must be a sequence of strings, but it is of type {type(names).__name__}"
+        )
+    found = list(names)
+    for index, name in enumerate(found):
+        if not isinstance(name, str):
+            raise TypeError(
+                f"gradient_statistics: names[{index}] must be a string, but it is of type {type(name).__name__}; write "
+                "[str(name) for name in names]"
+            )
+    return found
 
 
 def _entries(function: str, argument: str, tensors: Tensors | Parameters) -> tuple[list[str], list[Any]]:

@@ -45,7 +45,11 @@ def l2_loss(parameters: Iterable[torch.Tensor] | torch.nn.Module, weight: float 
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
             kind = tensor.dtype if isinstance(tensor, torch.Tensor) else f"of type {type(tensor).__name__}"
-            raise TypeError(f"l2_loss: parameters[{index}] must be a floating tensor, but it is {kind}")
+            is_named = isinstance(tensor, tuple) and len(tensor) == 2 and isinstance(tensor[1], torch.Tensor)
+            raise TypeError(
+                f"l2_loss: parameters[{index}] must be a floating tensor, but it is {kind}"
+                + ("; write [parameter for _, parameter in parameters]" if is_named else "")
+            )
     if isinstance(weight, torch.Tensor):
         _numbers.check_scalar("l2_loss: weight", weight)
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,7 +60,17 @@ def keys_of(tensors: Sequence[object]) -> Sequence[object]:
 
 def listed(function: str, argument: str, tensors: Iterable[Any]) -> list[Any]:
     """The elements as a list. An iterator without elements has probably been used before, which a warning says."""
+    if isinstance(tensors, Mapping):
+        raise TypeError(
+            f"{function}: {argument} must be a module or tensors, but it is a mapping of type "
+            f"{type(tensors).__name__}; write {argument}.values()"
+        )
     elements = list(tensors)
+    if elements and isinstance(elements[0], Mapping) and "params" in elements[0]:
+        raise TypeError(
+            f"{function}: {argument} must be a module or tensors, but {argument}[0] is a group of an optimizer; write "
+            '[parameter for group in optimizer.param_groups for parameter in group["params"]]'
+        )
     if not elements and isinstance(tensors, Iterator):
         _context.warn(
             f"{function}: {argument} is an iterator without elements, so there is nothing to do. It may have been used "
