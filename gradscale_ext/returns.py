@@ -354,7 +354,9 @@ def retrace(
         ratios: π(a_t|s_t) / μ(a_t|s_t), `[B, T]`. π(a_t|s_t) as ratios gives tree backup; a tensor of ones gives Q(λ).
             A constant, like `discount`.
         clip_c: limit of the ratios; None is importance sampling.
-        rewards, discount, lambda_, terminated, truncated, mask, batch_first: as in `lambda_returns`.
+        lambda_: λ, in the forms of `lambda_returns`. λ_t and the ratio of t belong to the step that leads to s_t: they
+            are read at every t but the first of an episode.
+        rewards, discount, terminated, truncated, mask, batch_first: as in `lambda_returns`.
 
     Returns:
         Targets of Q(s_t, a_t), `[B, T]`, as in `lambda_returns`.

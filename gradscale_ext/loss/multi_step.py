@@ -165,8 +165,9 @@ def multi_step_loss(
         check: check the values too, and raise ValueError for what cannot be intended: policy targets that are not
             distributions (negative, above 1, or whole numbers that add up to more than 1, as raw visit counts do; a
             smaller sum is treated as a weight), logits that are probabilities already, entries and weights that are not
-            finite, negative weights, targets of `BinaryCrossEntropy` outside 0..1, classes out of range, probabilities
-            of the target (`label_smoothing` included) where the logit is -inf. It warns of scalars beyond a support.
+            finite, negative weights, targets of `BinaryCrossEntropy` outside 0..1, classes out of range (kernels of a
+            CPU always raise for these; elsewhere the row is NaN), probabilities of the target (`label_smoothing`
+            included) where the logit is -inf. It warns of scalars beyond a support.
             Masked entries are not checked. The advantages of a policy gradient, given as targets, are rejected too. It
             waits for the device: use it in the first steps of training, and in tests. It raises an error under
             torch.compile, torch.export and torch.func transforms, where there are no values to read.
