@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 import gradscale_ext as gs
+import usual
 
 Call = Callable[[], Any]
 DISCOUNT, LAMBDA = 0.99, 0.95
@@ -127,14 +128,20 @@ def heads(batch: int, device: torch.device) -> Iterator[Piece]:
         p, q = x.log_softmax(-1), t.log_softmax(-1)
         return (p.exp() * (p - q)).sum((-1, -2)).mean()
 
+    def raw_bins(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return usual.cross_entropy(x, usual.raw_two_hot(t, 255, 20.0)).mean()
+
+    raw = gs.TwoHot(gs.Support.dreamer_v3())
     cases: dict[str, tuple[gs.Head, tuple[int, ...], Callable[..., torch.Tensor]]] = {
         "Huber": (gs.Huber(), (batch,), huber),
+        "TwoHot, raw, S 255": (raw, (batch, 255), raw_bins),
+        "TwoHot, raw, S 255, imagined steps": (raw, (15 * batch, 255), raw_bins),
         "QuantileHuber, N 200": (gs.QuantileHuber(), (batch, 200), quantiles),
         "CategoricalKL, G 32 C 32": (gs.CategoricalKL(prediction="p", unimix=0), (batch, 32, 32), kl),
     }
-    for name, (head, shape, usual) in cases.items():
-        x, t = normal(*shape).requires_grad_(), normal(*shape)
+    for name, (head, shape, usual_code) in cases.items():
+        x, t = normal(*shape).requires_grad_(), normal(*(shape[:1] if head is raw else shape))
         fused = functools.partial(loss_of, gs.MultiStepLoss(head=head))
-        ours, other = (functools.partial(gradient, function, x, t) for function in (fused, usual))
+        ours, other = (functools.partial(gradient, function, x, t) for function in (fused, usual_code))
         torch.testing.assert_close(ours(), other(), rtol=1e-3, atol=1e-5)
-        yield Piece(f"{name}: B {batch}", ours, {"eager": other}, 12 * x.numel())
+        yield Piece(f"{name}: B {shape[0]}", ours, {"eager": other}, 8 * x.numel() + 4 * t.numel())

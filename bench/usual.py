@@ -34,7 +34,7 @@ def two_hot(x: torch.Tensor, num_bins: int, limit: float) -> torch.Tensor:
 
 def raw_two_hot(x: torch.Tensor, num_bins: int, limit: float) -> torch.Tensor:
     """Two-hot targets over bins that are not transformed, as in DreamerV3: count, compare distances, one-hot."""
-    y = torch.linspace(-limit, limit, num_bins)
+    y = torch.linspace(-limit, limit, num_bins, device=x.device)
     bins = torch.sign(y) * torch.expm1(torch.abs(y))
     below = ((bins <= x.unsqueeze(-1)).sum(-1) - 1).clamp(0, num_bins - 1)
     above = (num_bins - (bins > x.unsqueeze(-1)).sum(-1)).clamp(0, num_bins - 1)
