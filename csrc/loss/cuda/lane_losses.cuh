@@ -175,7 +175,7 @@ class BinsLoss : public Shape, public BinSums<raw>, public LaneLoss {
     float correct = smooths ? sums[kShifted] * (smoothing.everywhere * unit) : 0.0f;
     float square = results.square;
     finish_bins(results.maximum, inverse_sum, to, correct, square);
-    const float value = raw ? sums[kMoment] / sums[kSum] : decoded_moment(2 * sums[kMoment] * inverse_sum, support());
+    const float mean = sums[kMoment] * inverse_sum, value = raw ? mean : decoded_moment(2 * mean, support());
     store(RowFormula{}.loss({sums[kSum], 1, 0, correct}), value, results.largest_logit, square);
   }
 
