@@ -120,7 +120,7 @@ constexpr int log2_of(int power) {
 template <class T, int width, int lanes_per_row, int packet>
 struct LanePackets {
   static constexpr int kElementsPerSector = 32 / static_cast<int>(sizeof(T));
-  static constexpr int kLanes = lanes_per_row, kPacket = packet;
+  static constexpr int kWidth = width, kLanes = lanes_per_row, kPacket = packet;
   static constexpr int kStep = lanes_per_row * packet; // elements from one packet of a lane to its next
   static constexpr bool kTiled = kStep < kElementsPerSector;
   static constexpr bool kSplits = width % packet != 0; // packets may be partly outside of the row

@@ -14,7 +14,8 @@
 // - Exponent: the type of the differences d of logits from the maximum, and of the exponentials e = exp(x - maximum);
 // - begin_row(holder, packets, exponent): the following calls are about this row, whose numbers lane `holder` holds;
 // - target(packets, n, t): the target of element n of this lane, whose value in memory is t;
-// - add(sums, packets, n, e, d, t), add_lane(sums, packets): add element n, and a term for all elements of the lane, to
+// - add(sums, packets, n, e, d, t), add_lane(sums, packets, e): add element n, and a term for all elements of the lane,
+// to
 //   the kSums sums of the row, of which gradient() needs the first kRowSums;
 // - add_illegal(sums, x, t), if kHasMetrics: called also for each element of a lane in which a logit is not finite;
 // - gradient(sums, packets, e, d, t): replaces e by the gradient; sums are of the whole row;
@@ -276,7 +277,7 @@ class LaneRows {
       t[n] = formula.target(packets, n, t[n]);
       formula.add(sums, packets, n, e[n], d[n], t[n]);
     }
-    formula.add_lane(sums, packets);
+    formula.add_lane(sums, packets, e);
     if constexpr (Formula::kLoadsAhead) {
       load_next(begin + kSideBySide);
     }
@@ -382,22 +383,13 @@ GRADSCALE_HOST_DEVICE constexpr int lane_blocks(int others) {
   return 65536 / kRowThreads / (wanted < 64 ? 64 : (wanted > 168 ? 168 : wanted));
 }
 
-// Adds a term to a sum. `rest` collects what rounding takes from the sum.
-GRADSCALE_DEVICE void add_exactly(float term, float& sum, float& rest) {
-  const float before = sum;
-  sum = before + term;
-  const float added = sum - before;
-  rest += (before - (sum - added)) + (term - added);
-}
-
 // A base of formulas: the sums of a row over bins, of exponentials, and of exponentials times the bin's distance from
-// the middle, or times its raw centre. If all exponentials are 1, only integers are added, so that the expectation of a
-// uniform row is exactly the middle. Terms of raw centres of opposite signs cancel, so they are added with twice the
-// digits of a float.
+// the middle, or times its raw centre. The expectation of a uniform row is exactly the middle: either only integers are
+// added, or terms of raw centres are added in the order of their distance from the middle, to one sum on each side, and
+// the sums of opposite bins cancel.
 template <bool raw>
 class BinSums {
   const float* centers_; // [width] if raw
-  float rest_ = 0;       // of this lane's part of the sum over raw centres
 
  public:
   enum Sum { kSum, kMoment, kShifted };
@@ -427,35 +419,76 @@ class BinSums {
   GRADSCALE_DEVICE static float middle(const Packets& packets) {
     return raw ? 0.0f : packets.middle();
   }
-  template <class Packets, int count>
-  GRADSCALE_DEVICE void add(float (&sums)[count], const Packets& packets, int n, float e, float d, float) {
-    sums[kSum] += e;
+
+  // This lane's part of the sum of e times (place() + from).
+  template <class Packets>
+  GRADSCALE_DEVICE float moment(const Packets& packets, const typename Packets::Values& e, float from) const {
     if constexpr (raw) {
-      const float term = __fmul_rn(e, place(packets, n)); // rounded, so that opposite terms cancel
-      add_exactly(term, sums[kMoment], rest_);
+      return mirrored_moment(packets, e, from);
     } else {
+      float sum = 0;
+#pragma unroll
+      for (int n = 0; n < Packets::kElements; ++n) {
+        sum += e[n] * (place(packets, n) + from);
+      }
+      return sum;
+    }
+  }
+
+  template <class Packets, int count>
+  GRADSCALE_DEVICE void add(float (&sums)[count], const Packets& packets, int n, float e, float d, float) const {
+    sums[kSum] += e;
+    if constexpr (!raw) {
       sums[kMoment] += e * place(packets, n);
     }
     if constexpr (count > kShifted) {
       sums[kShifted] = fmaf(packets.exists(n) ? d : 0.0f, kShiftedUnit, sums[kShifted]);
     }
   }
-  // With raw centres, one lane gets the sum of all lanes of the row, and the others 0.
   template <class Packets, int count>
-  GRADSCALE_DEVICE void add_lane(float (&sums)[count], const Packets& packets) {
+  GRADSCALE_DEVICE void add_lane(
+      float (&sums)[count], const Packets& packets, const typename Packets::Values& e) const {
     if constexpr (raw) {
-      float sum = sums[kMoment];
-#pragma unroll
-      for (int distance = Packets::kLanes / 2; distance > 0; distance /= 2) {
-        const float other = __shfl_xor_sync(kWholeWarp, sum, distance);
-        rest_ += __shfl_xor_sync(kWholeWarp, rest_, distance);
-        add_exactly(other, sum, rest_);
-      }
-      sums[kMoment] = threadIdx.x % Packets::kLanes == 0 ? sum + rest_ : 0;
-      rest_ = 0;
+      sums[kMoment] = moment(packets, e, 0);
     } else {
       sums[kMoment] += sums[kSum] * middle(packets);
     }
+  }
+
+ private:
+  // Element k of a lane's packets is in one class of elements, of which each kStep-th is one, and the elements opposite
+  // to them are in another class. The sum over a class above the middle is added to that of the opposite class below
+  // it, which has the same magnitude if the row and its support are symmetric.
+  template <class Packets>
+  GRADSCALE_DEVICE float mirrored_moment(const Packets& packets, const typename Packets::Values& e, float from) const {
+    constexpr int packet = Packets::kPacket, elements = Packets::kElements, last = Packets::kWidth - 1;
+    static_assert(packet <= 2);
+    float above[packet] = {}, below[packet] = {};
+    const auto add_if = [&](bool is_inside, int n, float& sum) {
+      sum = fmaf(is_inside ? e[n] : 0.0f, place(packets, n) + from, sum);
+    };
+#pragma unroll
+    for (int n = 0; n < elements; ++n) {
+      if (Packets::index(n) + Packets::kStep > last / 2) { // may be above the middle
+        add_if(2 * (packets.first + Packets::index(n)) >= last, n, above[n % packet]);
+      }
+    }
+#pragma unroll
+    for (int n = elements - 1; n >= 0; --n) {
+      if (Packets::index(n) - Packets::kMostBefore <= last / 2) {
+        add_if(2 * (packets.first + Packets::index(n)) < last, n, below[n % packet]);
+      }
+    }
+    float sum = 0;
+    const int lane = static_cast<int>(threadIdx.x) % Packets::kLanes, before = packet * lane - packets.first;
+#pragma unroll
+    for (int k = 0; k < packet; ++k) {
+      const int opposite = (last + 2 * before - packet * lane - k) & (Packets::kStep - 1);
+      const float other = below[(last - k) & (packet - 1)];
+      sum += above[k] + held_by<Packets::kLanes>(
+                            (static_cast<int>(threadIdx.x) % 32 & -Packets::kLanes) + opposite / packet, other);
+    }
+    return sum;
   }
 };
 

@@ -293,7 +293,7 @@ class PolicyLoss : public Shape, public LaneLoss {
   GRADSCALE_DEVICE static void add_illegal(float (&sums)[kSums], float x, float t) {
     RowFormula::add_illegal(sums, x, t);
   }
-  GRADSCALE_DEVICE static void add_lane(float (&)[kSums], const Packets&) {
+  GRADSCALE_DEVICE static void add_lane(float (&)[kSums], const Packets&, const Values&) {
   }
 
   GRADSCALE_DEVICE void gradient(

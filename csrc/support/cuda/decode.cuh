@@ -61,12 +61,8 @@ class DecodeFormula : public Shape, public BinSums<raw> {
     const float inverse_sum = approximate_reciprocal(sums[kSum]);
     const float center = raw ? sums[kMoment] / sums[kSum] : std::rint(sums[kMoment] * inverse_sum);
     const float from_center = Bins::middle(packets) - center;
-    float moment = 0;
     Bins::forget_places();
-#pragma unroll
-    for (int n = 0; n < Shape::kElements; ++n) {
-      moment += e[n] * (Bins::place(packets, n) + from_center);
-    }
+    const float moment = Bins::moment(packets, e, from_center);
     const float rest = lane_sum<Shape::kLanes>(moment) * inverse_sum; // E - center
     const float expected = support_.middle + support_.spacing * (center + rest);
     const float slope = approximate_slope(transform, expected, support_.eps);
