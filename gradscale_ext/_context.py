@@ -50,12 +50,19 @@ is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def why_no_constant(tensor: torch.Tensor, name: str = "it") -> tuple[str, str] | None:
     """Say why a tensor, which gets no gradient, is differentiated all the same, and what to write instead."""
+    instead = "detach() it" if name == "it" else f"write {name}.detach()"
     if tensor.requires_grad:
-        return "requires grad", "detach() it" if name == "it" else f"write {name}.detach()"
-    # There is no public way to ask for the level outside of forward mode.
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
-        return "has a tangent of forward mode", f"compute {name} outside of jvp, jacfwd or forward_ad"
-    return None
+        return "requires grad", instead
+    return ("has a tangent of forward mode", instead) if _has_tangent(tensor) else None
+
+
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    # There is no public way to ask for the level outside of forward mode, and none to look into a tensor of vmap.
+    if forward_ad._current_level < 0:
+        return False
+    while torch._C._functorch.is_batchedtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def check_constant(function: str, name: str, value: torch.Tensor) -> None:

@@ -279,17 +279,17 @@ class ReturnScale(ModuleWithNumbers):
             _tensors.refuse_group("ReturnScale", self._group[0], "returns", returns, mask)
             return _distributed.by_whole(self.forward, returns, mask)  # type: ignore[no-any-return]
         if self.training and returns.numel() > 0:
-            self._check_context()
+            self._check_context(returns)
             with torch.no_grad():
                 self._update(returns.detach(), mask)
         return self.scale
 
-    def _check_context(self) -> None:
+    def _check_context(self, returns: torch.Tensor) -> None:
         """Refuse contexts in which the buffers cannot be updated."""
-        if is_mapped():
+        if is_mapped() or (_context.is_eager() and torch._C._functorch.is_functorch_wrapped_tensor(returns)):
             raise NotImplementedError(
-                "ReturnScale: the running percentiles cannot be updated inside of torch.func.vmap, which calls the "
-                "module for one example; call it outside with all returns, or use eval() to read the scale"
+                "ReturnScale: the running percentiles cannot be updated inside of vmap, or from tensors of another "
+                "transform of torch.func; call it outside with all returns, or use eval() to read the scale"
             )
         if _context.is_eager() and self.num_updates.is_inference() and not torch.is_inference_mode_enabled():
             raise RuntimeError(

@@ -293,8 +293,25 @@ def test_constants_have_no_tangent(context, name):
             loss_of(forward_ad.make_dual(tensor, tensor))
 
     differentiate = by_dual_number if context == "forward_ad" else lambda t: torch.func.jvp(loss_of, (t,), (t,))
-    with pytest.raises(ValueError, match=f"multi_step_loss: {name} has a tangent of forward mode, .* outside of jvp"):
+    with pytest.raises(ValueError, match=f"multi_step_loss: {name} has a tangent of forward mode, .*; detach"):
         differentiate(torch.ones(2, 3))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_forward_mode_of_a_batched_loss():
+    """vmap inside of jvp, and with a Hessian of it, with constants that are batched."""
+    heads, x = {"own": gs.MeanSquaredError()}, torch.rand(3, 4, 2, dtype=torch.float64)
+    targets, weights = torch.rand(3, 4, 2, dtype=torch.float64), torch.rand(3, 4, dtype=torch.float64)
+
+    def loss_of(x, targets, weights):
+        return gs.multi_step_loss(heads, {"own": x}, {"own": targets}, importance_weights=weights).loss
+
+    batched = lambda x: torch.func.vmap(loss_of)(x, targets, weights)
+    one_by_one = lambda x: torch.stack([loss_of(*given) for given in zip(x, targets, weights, strict=True)])
+    close(torch.func.jvp(batched, (x,), (x,))[1], torch.func.jvp(one_by_one, (x,), (x,))[1])
+    close(torch.func.hessian(lambda x: batched(x).sum())(x), torch.func.hessian(lambda x: one_by_one(x).sum())(x))
+    with pytest.raises(ValueError, match=r"the target of head 'own' .* has a tangent of forward mode"):
+        torch.func.jvp(lambda t: torch.func.vmap(loss_of)(x, t, weights), (targets,), (targets,))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -585,6 +585,10 @@ def test_contexts_without_updates():
         NotImplementedError, match=r"^ReturnScale: .*vmap.*; call it outside with all returns, or use ev"
     ):
         torch.func.vmap(return_scale)(returns)
+    with pytest.raises(
+        NotImplementedError, match=r"^ReturnScale: .* from tensors of another transform of torch.func; call"
+    ):
+        torch.func.grad(lambda x: (x / return_scale(x)).sum())(returns)
     assert return_scale.num_updates == 0
     return_scale(returns)
     assert torch.func.vmap(return_scale.eval())(returns).tolist() == [return_scale.scale] * 2

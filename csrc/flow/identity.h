@@ -120,7 +120,7 @@ inline void check_value(
       name,
       ": ",
       argument,
-      " has a tangent of forward mode, but it gets no gradient; compute it outside of jvp, jacfwd or forward_ad");
+      " has a tangent of forward mode, but it gets no gradient; detach() it");
   const int64_t dims = static_cast<int64_t>(shape.size());
   bool broadcasts = tensor.dim() <= dims;
   for (int64_t i = 1; broadcasts && i <= tensor.dim(); ++i) {
