@@ -71,8 +71,8 @@ struct ClassGroup {
             x_exponential[k], t_exponential[k], x[k], t[k], softmax_x, softmax_t);
       }
     };
-    // Calls function(class, k) for this thread's classes, of which some may be behind the last, after the first `steps`
-    // of these steps, of which `done` have been taken for classes that are kept.
+    // Takes the first `steps` of these three steps, then calls function(class, k) for this thread's classes, of which
+    // some may be behind the last. Classes that are kept have taken the first `done` steps before.
     const bool keeps = classes <= kClasses * team.size;
     const auto each_class = [&](int done, int steps, auto function) {
 #pragma unroll 1
