@@ -48,8 +48,8 @@ struct RowSpecification {
   std::string name() const;
 };
 
-// The kernels in which lanes own rows (lane_rows.cuh) compute HLGauss targets in float. They are used only for a
-// sigma_ratio in this range, where few bins have mass and float is accurate enough.
+// The kernels in which lanes own rows (lane_rows.cuh) compute HLGauss targets in float. They are used only for supports
+// that are not raw, and for a sigma_ratio in this range, where few bins have mass and float is accurate enough.
 constexpr double kSmallestSigmaOfLanes = 0.1;
 constexpr double kLargestSigmaOfLanes = 2;
 
@@ -63,8 +63,9 @@ RowLanes lanes_of(const Segment& segment) {
     const Rows over_logits = target.element == Element::int64 ? Rows{} : target;
     return action_lanes(segment.width, segment.prediction, segment.gradient, over_logits);
   }
-  const bool has_few_bins = head.kind != Kind::hl_gauss ||
-                            (head.sigma_ratio >= kSmallestSigmaOfLanes && head.sigma_ratio <= kLargestSigmaOfLanes);
+  const bool has_few_bins =
+      head.kind != Kind::hl_gauss ||
+      (!head.support.raw && head.sigma_ratio >= kSmallestSigmaOfLanes && head.sigma_ratio <= kLargestSigmaOfLanes);
   return has_few_bins ? bin_lanes(segment.width, segment.prediction, segment.gradient) : RowLanes{0, 0};
 }
 
