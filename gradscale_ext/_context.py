@@ -48,7 +48,7 @@ def is_transformed() -> bool:
 is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def why_no_constant(tensor: torch.Tensor, name: str = "it") -> tuple[str, str] | None:
+def why_not_constant(tensor: torch.Tensor, name: str = "it") -> tuple[str, str] | None:
     """Say why a tensor, which gets no gradient, is differentiated all the same, and what to write instead."""
     instead = "detach() it" if name == "it" else f"write {name}.detach()"
     if tensor.requires_grad:
@@ -67,7 +67,7 @@ def _has_tangent(tensor: torch.Tensor) -> bool:
 
 def check_constant(function: str, name: str, value: torch.Tensor) -> None:
     """Refuse a tensor that requires grad while gradients are recorded, or has a tangent of forward mode."""
-    why = why_no_constant(value, name)
+    why = why_not_constant(value, name)
     if why and (torch.is_grad_enabled() or not value.requires_grad):
         raise ValueError(f"{function}: {name} {why[0]}, but it is a constant and gets no gradient; {why[1]}")
 

@@ -310,5 +310,5 @@ def _check_target(
             f"multi_step_loss: {where} must have shape {' or '.join(map(written, shapes))} for "
             f"{type(head).__name__}{kind}, but it has {written(target.shape)}{instead}"
         )
-    if why := _context.why_no_constant(target):
+    if why := _context.why_not_constant(target):
         raise ValueError(f"multi_step_loss: {where} {why[0]}, but targets get no gradient; {why[1]}")

@@ -270,7 +270,7 @@ class Rules:
 
 
 def _check_constant(label: str, weights: torch.Tensor) -> None:
-    if why := _context.why_no_constant(weights):
+    if why := _context.why_not_constant(weights):
         raise ValueError(f"multi_step_loss: {label} {why[0]}, but weights get no gradient; {why[1]}")
 
 

@@ -59,7 +59,8 @@ def keys_of(tensors: Sequence[object]) -> Sequence[object]:
 
 
 def listed(function: str, argument: str, tensors: Iterable[Any]) -> list[Any]:
-    """The elements as a list. An iterator without elements has probably been used before, which a warning says."""
+    """The elements as a list. Refuses mappings and groups of an optimizer, and warns of an iterator without elements,
+    which has probably been used before."""
     if isinstance(tensors, Mapping):
         raise TypeError(
             f"{function}: {argument} must be a module or tensors, but it is a mapping of type "
