@@ -21,8 +21,8 @@ namespace gradscale {
 constexpr unsigned kWholeWarp = 0xffffffffu;
 
 // Returns a pointer to which the compiler adds constants, instead of computing an address for each access. The compiler
-// no longer knows what memory it points to. load_packet and store_packet state that it is global; and arguments of a
-// kernel are read like memory, not as constants, of which a warp reads one address at a time.
+// no longer knows what memory it points to. load_packet and store_packet state that it is global. Kernel arguments are
+// then read by ordinary loads, not from the constant cache, which serves one address of a warp at a time.
 template <class T>
 GRADSCALE_DEVICE T* kept(T* pointer) {
   asm("" : "+l"(pointer));

@@ -15,8 +15,7 @@
 // - begin_row(holder, packets, exponent): the following calls are about this row, whose numbers lane `holder` holds;
 // - target(packets, n, t): the target of element n of this lane, whose value in memory is t;
 // - add(sums, packets, n, e, d, t), add_lane(sums, packets, e): add element n, and a term for all elements of the lane,
-// to
-//   the kSums sums of the row, of which gradient() needs the first kRowSums;
+//   to the kSums sums of the row, of which gradient() needs the first kRowSums;
 // - add_illegal(sums, x, t), if kHasMetrics: called also for each element of a lane in which a logit is not finite;
 // - gradient(sums, packets, e, d, t): replaces e by the gradient; sums are of the whole row;
 // - counts(): false if the row is masked or skipped: its gradient is 0, and its logits do not enter metrics;
@@ -456,9 +455,10 @@ class BinSums {
   }
 
  private:
-  // Element k of a lane's packets is in one class of elements, of which each kStep-th is one, and the elements opposite
-  // to them are in another class. The sum over a class above the middle is added to that of the opposite class below
-  // it, which has the same magnitude if the row and its support are symmetric.
+  // Every kStep-th element of a row belongs to the same class: element k of the packets of one lane. Mirroring a class
+  // at the middle of the row gives another class. A class is summed upwards above the middle, and downwards below it.
+  // Its upper sum is added to the lower sum of the mirrored class, which is in another lane. If the row and its support
+  // are symmetric, both sums have the same magnitude, and cancel exactly.
   template <class Packets>
   GRADSCALE_DEVICE float mirrored_moment(const Packets& packets, const typename Packets::Values& e, float from) const {
     constexpr int packet = Packets::kPacket, elements = Packets::kElements, last = Packets::kWidth - 1;

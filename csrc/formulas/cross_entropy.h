@@ -21,12 +21,12 @@ namespace gradscale {
 namespace GRADSCALE_VARIANT {
 #endif
 
-// Options of a head that change its cross-entropy, and of its support, as bits.
+// Options that kernels for rows of logits are compiled for, as bits.
 enum RowOptions : int32_t {
   kSmoothing = 1,        // label_smoothing
   kEntropy = 2,          // entropy_weight
   kSubtractsEntropy = 4, // subtract_target_entropy
-  kRawCenters = 8,       // of LossRows
+  kRawCenters = 8,       // the support is raw; set for LossRows only
 };
 
 constexpr float kLowest = -3e38f; // replaces -inf, because 0 * -inf is NaN

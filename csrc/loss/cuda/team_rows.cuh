@@ -76,7 +76,8 @@ struct RowTask : RowOfThread {
 
 // ---- Logits ---------------------------------------------------------------------------------------------------------
 
-// Used where lane_rows.cuh and wide_rows.cuh are not, such as for float64, and rows that are too wide for registers.
+// Used where lane_rows.cuh and wide_rows.cuh are not, such as for float64, HLGauss over raw centres, and rows that are
+// too wide for registers.
 //
 // threads_for_row() threads, at most a block, own a row. They read it three times, 16 bytes per thread at a time: for
 // the maximum, for the sums, and for the gradient. Bytes: logits and targets are read from memory once and then from

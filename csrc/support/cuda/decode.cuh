@@ -1,6 +1,7 @@
 // The kernels that decode rows of logits to scalars, or compute the gradient of decoding. Rows have no targets.
 //
-// decode_by_lanes        float and half types, widths that are known at compile time: rows of lane_rows.cuh
+// decode_by_lanes        float and half types, widths that are known at compile time, raw centres up to 2^40: rows of
+//                        lane_rows.cuh
 // decode_by_teams        all others: rows of rows.cuh
 //
 // Bytes: logits are read from memory once, and a gradient is written once. Teams read the logits again from the cache:
@@ -25,8 +26,8 @@ GRADSCALE_DEVICE float approximate_slope(Transform transform, float y, float eps
 }
 
 // The expectation E, in bins from the middle. The gradient is c p_j (j - E), where c is grad_output times the slope of
-// the inverse transform times the bin spacing. With raw centres, these take the place of j, and transform and spacing
-// are those of numbers themselves.
+// the inverse transform times the bin spacing. For a raw support, E and j are raw centres, the transform is the
+// identity and the spacing is 1.
 template <class Shape, Transform transform, bool raw>
 class DecodeFormula : public Shape, public BinSums<raw> {
   using Bins = BinSums<raw>;
