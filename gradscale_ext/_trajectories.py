@@ -14,6 +14,13 @@ Discount = float | torch.Tensor
 #: Types of the numbers in a trajectory.
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
+#: The tensors after rewards in the remedy for rewards of more dimensions, where they are not `values`.
+_FOLLOWING = {
+    "n_step_transitions": (),
+    "retrace": ("q_values", "next_values"),
+    "muzero_targets": ("root_values",),
+}
+
 _LARGEST = {"2**31 - 1": 2**31 - 1, "2**63 - 1": 2**63 - 1}
 
 
@@ -182,12 +189,24 @@ class Checker:
         for expression, result in expressions.items():
             if name == "rewards" or result == self._sizes(more):
                 return f"; write {expression}"
+        if name == "rewards":
+            return self._remedy_for_rewards(len(shape))
         if remedy := self._remedy_for_last_values(name, value):
             return remedy
         if shape == (self.steps + more,):
             sizes = ", ".join(map(str, self._sizes(more)))
             return f"; write {name}{'' if self.batch_first else '[:, None]'}.expand({sizes}) if all rows are alike"
         return ""
+
+    def _remedy_for_rewards(self, dims: int) -> str:
+        """Remedy for rewards without dimensions, and for rewards with more than two, as of several agents."""
+        if dims == 0:
+            return "; write rewards[None, None]"
+        names = ", ".join(["rewards", *_FOLLOWING.get(self.function, ("values",))])
+        mapped = f"lambda {names}: {self.function}({names}, ...)"
+        for _ in range(dims - 2):
+            mapped = f"torch.func.vmap({mapped}, in_dims=-1, out_dims=-1)"
+        return f"; to map over the last dimension{'s' if dims > 3 else ''}, write {mapped}({names})"
 
     def _remedy_for_last_values(self, name: str, value: torch.Tensor) -> str:
         """Remedy for next_values of the last step alone."""

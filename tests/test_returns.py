@@ -1015,6 +1015,53 @@ def test_what_an_error_of_a_shape_says_to_write_is_accepted(function, batch_firs
     assert found > 20
 
 
+#: Options of each function, and the positional tensors after rewards, with the number of additional steps.
+POSITIONAL = {
+    "lambda_returns": ({"lambda_": 0.9}, {"values": 1}),
+    "n_step_returns": ({"n": 2}, {"values": 1}),
+    "n_step_transitions": ({"n": 2}, {}),
+    "generalized_advantages": ({"lambda_": 0.9}, {"values": 1}),
+    "vtrace": ({"ratios": torch.full((3, 4), 0.5)}, {"values": 1}),
+    "retrace": ({"ratios": torch.full((3, 4), 0.5)}, {"q_values": 0, "next_values": 0}),
+    "muzero_targets": ({"num_unroll_steps": 2, "td_steps": 2}, {"root_values": 1}),
+}
+
+
+@pytest.mark.parametrize("module", [gs, gs.reference])
+@pytest.mark.parametrize("function", POSITIONAL)
+@pytest.mark.parametrize("shape", [(), (3, 4, 2), (3, 4, 1), (3, 4, 2, 5)])
+@pytest.mark.any_version
+def test_rewards_of_any_number_of_dimensions(function, shape, module):
+    """The error says what to write, which gives what the function gives for each entry of the last dimensions."""
+    options, others = POSITIONAL[function]
+    options, compute = options | {"discount": 0.9}, getattr(module, function)
+    g = torch.Generator().manual_seed(0)
+
+    def made(more):
+        sizes = [size + more * (dim == 1) for dim, size in enumerate(shape)]
+        return torch.randn(sizes, generator=g)
+
+    tensors = {"rewards": made(0)} | {name: made(more) for name, more in others.items()}
+    with pytest.raises(ValueError, match=rf"^{function}: rewards must have shape \[B, [TL]\], .*write ") as raised:
+        compute(**tensors, **options)
+    written = re.search(r"write (.*)$", str(raised.value))[1]
+    if len(shape) < 3 or shape[2] == 1:
+        assert eval(written, tensors).dim() == 2
+        return
+    if module is gs.reference:
+        return  # vmap fails for a negative out_dim of a result that does not depend on the mapped tensors
+
+    def fields(results):
+        return [results] if isinstance(results, torch.Tensor) else list(results)
+
+    names = {"torch": torch, "options": options, function: lambda *given, options: compute(*given, **options)}
+    results = fields(eval(written.replace("...", "options=options"), tensors | names))
+    flat = [tensor.flatten(2).unbind(2) for tensor in tensors.values()]
+    separate = [fields(compute(*entry, **options)) for entry in zip(*flat, strict=True)]
+    for result, *expected in zip(results, *separate, strict=True):
+        torch.testing.assert_close(result.flatten(2), torch.stack(expected, 2))
+
+
 @pytest.mark.parametrize(
     ("function", "changes", "error", "message"),
     [
