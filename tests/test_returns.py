@@ -20,6 +20,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from trajectories import (
     DEFINITIONS,
     by_definition,
+    looped,
     muzero_row,
     n_step_return,
     random_data,
@@ -40,6 +41,8 @@ FUNCTIONS = {
     "vtrace": (("lambda_", "ratios"), {}),
     "retrace": (("lambda_", "ratios"), {}),
 }
+#: The limits of ratios among the arguments of a function.
+CLIPS = {"vtrace": ("clip_rho", "clip_c", "clip_pg_rho"), "retrace": ("clip_c",)}
 
 
 def call(function, data, module=gs, **changes):
@@ -89,6 +92,47 @@ def windows_by_definition(data, n, to_play=None, horizon=0, root_reward=None):
         root = None if root_reward is None else root_reward[b].item()
         rows.append(muzero_row(r, nu, int(length), bool(is_over), 5, n, 0.9, own, horizon, root))
     return tuple(torch.from_numpy(np.stack(field)) for field in zip(*rows, strict=True))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("module", [gs, gs.reference])
+@pytest.mark.parametrize("ratio", [torch.inf, 1e30, None])
+@pytest.mark.any_version
+def test_recurrences_with_infinite_and_large_numbers_against_loops(function, module, ratio):
+    """An infinite number in each position of the inputs, and infinite or very large ratios, without a clip."""
+    changes = dict.fromkeys(CLIPS.get(function, ()))
+    for seed in range(6):
+        data = random_data(seed, 20, 9, ends=0.05, padding=0.05)
+        positions = (torch.arange(20), torch.randint(9, (20,), generator=torch.Generator().manual_seed(seed)))
+        if ratio is None:
+            for name in ("rewards", "values", "next_values"):
+                data[name][positions] = torch.inf * (-1) ** seed
+        else:
+            data["ratios"][positions] = ratio
+        expected = looped(function, data, clips=[None] * 3)
+        assert_same(call(function, data, module, **changes), expected, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize("module", [gs, gs.reference])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize(("ratio", "q_value", "expected"), [(1e30, 2.0**30, 0.0), (torch.inf, 3.0, -torch.inf)])
+@pytest.mark.any_version
+def test_a_coefficient_of_retrace_multiplies_the_whole_difference(ratio, q_value, expected, module, batch_first):
+    """c_1 (x_1 - Q_1 + γ c_2 (G_2 - Q_2)): the terms overflow if c_1 multiplies them separately."""
+    unit = 2.0**30 if ratio == 1e30 else 1.0
+    rewards = torch.tensor([[0.0, 0.0, 3 * unit]]).expand(40, 3)
+    q_values = torch.tensor([[0.0, q_value, unit]]).expand(40, 3)
+    ratios, next_values = torch.tensor([[1.0, ratio, 1.0]]).expand(40, 3), torch.zeros(40, 3)
+    tensors = (rewards, q_values, next_values, ratios)
+    *tensors, ratios = tensors if batch_first else [x.T for x in tensors]
+    options = {"ratios": ratios, "discount": 0.5, "clip_c": None, "batch_first": batch_first}
+    targets = module.retrace(*tensors, **options)
+    assert ((targets if batch_first else targets.T)[:, 0] == expected).all()
+    if ratio == 1e30:
+        dense = tuple(x.contiguous() for x in tensors)
+        directions = tuple(torch.ones_like(x) for x in dense)
+        _, tangent = torch.func.jvp(lambda *given: module.retrace(*given, **options), dense, directions)
+        assert tangent.isfinite().all()
 
 
 @pytest.mark.parametrize("n", [1, 3, 20])
@@ -686,6 +730,105 @@ def test_long_rows_of_many_chunks_are_the_same_from_call_to_call(steps, with_inf
 
 
 # ---- Memory, constants, errors --------------------------------------------------------------------------------------
+
+
+def row_results(function, data, rows=None, batch_first=True, laid_out=torch.Tensor.contiguous):
+    """The results of some rows, and the gradients of their inputs, each `[B, T]`; MuZero's targets have others."""
+
+    def arranged(tensor):
+        return laid_out((tensor if batch_first else tensor.T) if tensor.dim() == 2 else tensor)
+
+    given = {name: arranged(tensor if rows is None else tensor[rows]) for name, tensor in data.items()}
+    if function == "muzero_targets":
+        names = ("rewards", "lengths", "terminated", "to_play")
+        options = {"num_unroll_steps": 4, "td_steps": 5, "discount": given["discounts"]}
+        arguments = {name: given[name] for name in names} | {"root_values": given["observations"]} | options
+        results = gs.muzero_targets(**arguments, batch_first=batch_first)
+        return [result if batch_first else result.T for result in results]
+    names = ("rewards",) if function == "n_step_transitions" else inputs_of(function)
+    leaves = {name: given[name].detach().requires_grad_() for name in names}
+    if function == "n_step_transitions":
+        flags = {name: given[name] for name in ("discount", *FLAGS)}
+        results = gs.n_step_transitions(**leaves, **flags, n=3, batch_first=batch_first)[:2]
+    else:
+        clips = {name: 1.1 + index for index, name in enumerate(CLIPS.get(function, ()))}
+        results = call(function, given | leaves, batch_first=batch_first, **clips)
+    sums = results[:1] if function == "n_step_transitions" else results
+    gradients = torch.autograd.grad(sums, list(leaves.values()), [given["weights"] for _ in sums])
+    return [found.detach() if batch_first else found.detach().T for found in (*results, *gradients)]
+
+
+def row_data(steps, rows=40):
+    data = random_data(steps, rows, steps, ends=0.08, padding=0.05, dtype=torch.float32)
+    g = torch.Generator().manual_seed(steps)
+    data["weights"] = torch.randn(rows, steps, generator=g)
+    return data
+
+
+def window_rows(steps, rows=40):
+    g = torch.Generator().manual_seed(steps)
+    data = {"rewards": torch.randn(rows, steps, generator=g), "observations": torch.randn(rows, steps + 1, generator=g)}
+    data |= {"discounts": torch.rand(rows, 1, generator=g), "terminated": torch.rand(rows, generator=g) < 0.5}
+    data |= {"lengths": torch.randint(steps + 1, (rows,), generator=g)}
+    return data | {"to_play": torch.randint(2, (rows, steps + 1), generator=g)}
+
+
+def strided(tensor):
+    """A copy whose entries are far from each other."""
+    wide = tensor.new_zeros([3 * size for size in tensor.shape])[tuple([slice(1, None, 3)] * tensor.dim())]
+    return wide.copy_(tensor)
+
+
+EVERY_FUNCTION = (*FUNCTIONS, "n_step_transitions", "muzero_targets")
+STEPS = (*range(1, 41), 100, 257)
+
+
+@pytest.mark.parametrize("function", EVERY_FUNCTION)
+@pytest.mark.any_version
+def test_a_row_has_the_same_bits_wherever_it_is(function):
+    """Among any number of rows, in any layout, for any number of threads."""
+    threads = torch.get_num_threads()
+    for steps in STEPS:
+        data = window_rows(steps) if function == "muzero_targets" else row_data(steps)
+        alone = [row_results(function, data, slice(row, row + 1)) for row in range(0, 40, 13)]
+        expected = [torch.cat(results) for results in zip(*alone, strict=True)]
+        others = {"all": {}, "[T, B]": {"batch_first": False}, "strided": {"laid_out": strided}}
+        others["strided [T, B]"] = {"batch_first": False, "laid_out": strided}
+        others["columns"] = {"laid_out": lambda x: x.T.contiguous().T if x.dim() == 2 else x}
+        for name, options in others.items():
+            for own_threads in (1, 3) if name == "all" else (threads,):
+                torch.set_num_threads(own_threads)
+                try:
+                    found = row_results(function, data, **options)
+                finally:
+                    torch.set_num_threads(threads)
+                for result, wanted in zip(found, expected, strict=True):
+                    assert torch.equal(result[::13], wanted), f"{name}, {steps} steps"
+        expanded = {key: tensor[13:14].expand(9, *tensor.shape[1:]) for key, tensor in data.items()}
+        found = row_results(function, expanded, laid_out=lambda x: x)
+        for result, wanted in zip(found, expected, strict=True):
+            assert torch.equal(result, wanted[1:2].expand_as(result)), f"expanded, {steps} steps"
+
+
+@pytest.mark.parametrize("function", [*FUNCTIONS, "n_step_transitions"])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.any_version
+def test_numbers_that_are_not_finite_leave_the_bits_of_other_episodes(function, batch_first):
+    for steps in STEPS:
+        data = row_data(steps)
+        end = steps // 2
+        data["terminated"][:, end] = True
+        expected = row_results(function, data, batch_first=batch_first)
+        later = torch.arange(steps) > end
+        is_spoilt = torch.arange(40)[:, None] % 3 == 0
+        for name, bad in (("rewards", torch.nan), ("values", torch.inf), ("next_values", -torch.inf)):
+            spoilt = dict(data)
+            spoilt[name] = torch.where(is_spoilt & later, bad, data[name])
+            spoilt["weights"] = torch.where(is_spoilt & later, bad, data["weights"])
+            found = row_results(function, spoilt, batch_first=batch_first)
+            for result, wanted in zip(found, expected, strict=True):
+                same = ~(is_spoilt & later)
+                assert torch.equal(result[same], wanted[same]), f"{name}, {steps} steps"
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -153,3 +153,75 @@ def random_data(seed, batch=4, steps=12, ends=0.15, padding=0.1, dtype=torch.flo
     }
     data = {name: value.to(dtype) for name, value in data.items()}
     return data | {"terminated": terminated, "truncated": truncated, "mask": mask}
+
+
+# ---- The loops, one number at a time -------------------------------------------------------------------------------
+
+
+def product(coefficient, x):
+    """A coefficient of exactly 0 selects 0, also where x is not finite."""
+    return 0.0 if coefficient == 0 else coefficient * x
+
+
+def looped_row(function, e, n, clips):
+    """The results of one row, with Python's numbers: the recurrences as the documentation writes them.
+
+    `e` holds lists, also of the flags. `clips` are the limits of the function, None for none.
+    """
+    steps = len(e["r"])
+    limits = [np.inf if clip is None else clip for clip in clips]
+    results, later = [None] * steps, None  # what step t + 1 hands on
+    for t in reversed(range(steps)):
+        r, v, gamma, lambda_, ratio = (float(e[name][t]) for name in ("r", "v", "gamma", "lambda", "ratio"))
+        if not e["mask"][t]:
+            results[t], later = (0.0, 0.0), None
+            continue
+        is_cut = e["terminated"][t] or e["truncated"][t] or t == steps - 1 or not e["mask"][t + 1]
+        b = 0.0 if e["terminated"][t] else float(e["w"][t])
+        one_step = r + product(gamma, b)
+
+        def clipped(k, ratio=ratio):
+            return limits[k] if limits[k] < ratio else ratio
+
+        if function == "lambda_returns":
+            later = one_step if is_cut else r + product(gamma, product(1 - lambda_, b) + product(lambda_, later))
+            results[t] = (later,)
+        elif function == "generalized_advantages":
+            later = one_step - v + (0.0 if is_cut else product(gamma, product(lambda_, later)))
+            results[t] = (later, later + v)
+        elif function == "n_step_returns":
+            # The returns of windows that begin here and have 1, 2, ... steps; the last one that there is serves others.
+            later = [one_step] if is_cut else [one_step, *[r + product(gamma, g) for g in later[: n - 1]]]
+            results[t] = (later[-1],)
+        elif function == "vtrace":
+            e_later, target = (0.0, 0.0) if is_cut else later
+            own = product(clipped(0), one_step - v)
+            own += 0.0 if is_cut else product(gamma, product(lambda_, product(clipped(1), e_later)))
+            u = b if is_cut else product(1 - lambda_, b) + product(lambda_, target)
+            results[t] = (v + own, product(clipped(2), r + product(gamma, u) - v))
+            later = (own, v + own)
+        else:
+            assert function == "retrace"
+            g = one_step
+            if not is_cut:
+                c, difference = later
+                g = r + product(gamma, b + (0.0 if 0 in c else c[0] * c[1] * difference))
+            results[t] = (g,)
+            later = ((lambda_, clipped(0)), g - v)
+    return results
+
+
+def looped(function, data, n=3, clips=(1.0, 1.0, 1.0)):
+    """The results of all rows, each `[B, T]`, from the loops."""
+    names = {"rewards": "r", "values": "v", "next_values": "w", "discount": "gamma", "lambda_": "lambda"}
+    names |= {"ratios": "ratio"} | {flag: flag for flag in ("terminated", "truncated", "mask")}
+    lists = {short: data[name].tolist() for name, short in names.items()}
+    rows = [
+        looped_row(function, {short: values[row] for short, values in lists.items()}, n, clips)
+        for row in range(len(lists["r"]))
+    ]
+    count = 2 if function in ("generalized_advantages", "vtrace") else 1
+    return tuple(
+        torch.tensor([[step[k] for step in row] for row in rows], dtype=torch.float64).view(data["rewards"].shape)
+        for k in range(count)
+    )

@@ -9,7 +9,7 @@
 //   L::product(c, d)      c d for coefficients c and d, and 0 only if one of them is 0
 //
 // Vectors of lanes multiply without checking for 0: if a result is not finite, the tile (see recurrences.cpp) is
-// computed again with OneLane.
+// computed again, one number at a time.
 //
 // Conditions select instead of multiplying, so that numbers that are not finite stay in their episode. Masked
 // transitions give a = b = 0 and results of 0.
@@ -41,6 +41,14 @@ struct Transition {
 
 template <class L>
 struct Affine {
+  typename L::V a;
+  typename L::V b;
+};
+
+// The map y -> c (a + b y).
+template <class L>
+struct Factors {
+  typename L::V c;
   typename L::V a;
   typename L::V b;
 };
@@ -156,10 +164,21 @@ struct Retrace {
   static constexpr int kResults = 1;
 
   template <class L, class V = typename L::V>
-  static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
-    const V c = L::product(s.lambda, least(s.ratio, s.limits[0]));
+  static GRADSCALE_HOST_DEVICE V trace(const Transition<L>& s) {
+    return L::product(s.lambda, least(s.ratio, s.limits[0]));
+  }
+
+  // c_t, x_t - Q_t, and the discount, or 0 at a cut.
+  template <class L, class V = typename L::V>
+  static GRADSCALE_HOST_DEVICE Factors<L> factors(const Transition<L>& s) {
     const V x = s.reward + L::times(s.discount, bootstrap(s));
-    return if_live(s, L::times(c, x - s.value), unless_cut(s, L::product(c, s.discount)));
+    return {if_live(s, trace(s)), if_live(s, x - s.value), unless_cut(s, s.discount)};
+  }
+
+  template <class L, class V = typename L::V>
+  static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
+    const Factors<L> f = factors(s);
+    return {L::times(f.c, f.a), L::product(f.c, f.b)};
   }
 
   template <class L, class V = typename L::V>
@@ -246,24 +265,38 @@ struct RetraceAdjoint {
   static constexpr int kResults = 3;
 
   template <class L, class V = typename L::V>
-  static GRADSCALE_HOST_DEVICE V trace(const Transition<L>& s) {
-    return L::product(s.lambda, least(s.ratio, s.limits[0]));
-  }
-
-  template <class L, class V = typename L::V>
   static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
-    return if_live(s, unless_cut(s, L::times(s.discount, s.reward)), unless_cut(s, L::product(s.discount, trace(s))));
+    return if_live(
+        s, unless_cut(s, L::times(s.discount, s.reward)), unless_cut(s, L::product(s.discount, Retrace::trace(s))));
   }
 
   template <class L, class V = typename L::V>
   static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V /*y*/, V earlier, V* out) {
-    const V correction = L::times(trace(s), earlier);
+    const V correction = L::times(Retrace::trace(s), earlier);
     const V g = s.reward + correction;
     out[0] = if_live(s, g);
     out[1] = if_live(s, V{} - correction);
     out[2] = if_live(s, to_next_value(s, s.discount, g));
   }
 };
+
+// ---- Walking -------------------------------------------------------------------------------------------------------
+
+// True if y is computed as c (a + b y'), and not as a + b y': a large c must not overflow in a product with one of two
+// terms that cancel.
+template <class F>
+constexpr bool kHasFactors = std::is_same_v<F, Retrace>;
+
+// y of a step, given its map, and y of the step before in the walk.
+template <class F, class L>
+GRADSCALE_HOST_DEVICE typename L::V walked(const Transition<L>& s, const Affine<L>& map, typename L::V before) {
+  if constexpr (kHasFactors<F>) {
+    const Factors<L> f = F::template factors<L>(s);
+    return L::times(f.c, f.a + L::times(f.b, before));
+  } else {
+    return map.a + L::times(map.b, before);
+  }
+}
 
 // ---- One lane ------------------------------------------------------------------------------------------------------
 

@@ -39,6 +39,12 @@ def times(*factors: Tensor) -> Tensor:
     return torch.where(is_zero, 0, x)
 
 
+def behind(coefficient: Tensor, inner: Tensor) -> Tensor:
+    """A coefficient inside of a term that is multiplied by `coefficient`: exactly 0 if that is 0. In nested calls of
+    `times`, a gradient of 0 would be multiplied by an inner coefficient that is NaN."""
+    return torch.where(coefficient == 0, 0, inner)
+
+
 class _Steps:
     """The arguments of a call by step: entry t of each tuple is a tensor `[B]`.
 
@@ -92,11 +98,10 @@ class _Steps:
         rows = self._rows(value) if value.dim() else value
         return rows.detach().to(self.device).expand(self.shape)
 
-    def discounted(self, t: int, later: Tensor, *coefficients: Tensor) -> Tensor:
-        """``discount_t ((1 - lambda_t) B_t + lambda_t later)``, times `coefficients`. Each term calls `times` once,
-        with all of its coefficients: in nested calls, a gradient of 0 could be multiplied by NaN."""
-        lambda_, coefficients = self.lambda_[t], (*coefficients, self.discount[t])
-        return times(*coefficients, 1 - lambda_, self.bootstrap[t]) + times(*coefficients, lambda_, later)
+    def discounted(self, t: int, later: Tensor, factor: Tensor | None = None) -> Tensor:
+        """``discount_t ((1 - lambda_t) B_t + lambda_t later)``, in a term that is multiplied by `factor`."""
+        discount = self.discount[t] if factor is None else behind(factor, self.discount[t])
+        return times(discount, 1 - self.lambda_[t], self.bootstrap[t]) + times(discount, self.lambda_[t], later)
 
     def result(self, columns: list[Tensor]) -> Tensor:
         """Stack columns, listed from the last step to the first, in the caller's dimension order; 0 where masked."""
@@ -273,9 +278,9 @@ def vtrace(
     e = next_target = s.zero
     for t in s.backwards:
         pg_rho, rho = s.ratio[t].clamp(max=pg_limit), s.ratio[t].clamp(max=rho_limit)
-        advantages.append(times(pg_rho, s.r[t] - s.v[t]) + s.discounted(t, next_target, pg_rho))
-        delta = times(rho, s.r[t] - s.v[t]) + times(rho, s.discount[t], s.bootstrap[t])
-        e = delta + times(s.discount[t], s.lambda_[t], s.ratio[t].clamp(max=c_limit), e)
+        advantages.append(times(pg_rho, s.r[t] + s.discounted(t, next_target, pg_rho) - s.v[t]))
+        delta = s.r[t] + times(behind(rho, s.discount[t]), s.bootstrap[t]) - s.v[t]
+        e = times(rho, delta) + times(s.discount[t], s.lambda_[t], s.ratio[t].clamp(max=c_limit), e)
         next_target = s.v[t] + e
         targets.append(next_target)
     return VTrace(s.result(targets), s.result(advantages))

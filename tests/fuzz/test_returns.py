@@ -1,6 +1,7 @@
 """Returns: every size, dtype, layout, form of the coefficients, NaN and inf, against the reference.
 
-tests/test_returns.py compares the reference with definitions. The targets of MuZero are compared with their definition.
+The reference is compared with loops in Python's numbers here, and with definitions in tests/test_returns.py. The
+targets of MuZero are compared with their definition.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
-from test_returns import FLAGS, FUNCTIONS, call, inputs_of
-from trajectories import muzero_row, random_data
+from test_returns import CLIPS, FLAGS, FUNCTIONS, call, inputs_of
+from trajectories import looped, muzero_row, random_data
 
 import gradscale_ext as gs
 
@@ -25,6 +26,7 @@ from .strategies import random as random_of
 Tensor = torch.Tensor
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 COEFFICIENTS = ("discount", "lambda_", "ratios")
+LARGEST_LOOP = 1000  # steps that the loops in Python's numbers take
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Case(Described):
     n: int = 3
     clip: float | None = 1.0
     special: str = "none"
-    """Special numbers. "inputs": some rewards and values are NaN or inf, some clipped ratios inf, some coefficients 0.
+    """Special numbers. "inputs": some rewards and values are NaN or inf, some ratios inf, some coefficients 0.
     "coefficients": some coefficients are also NaN. "at blocks": as "inputs", mostly near multiples of 256 steps."""
     dtypes: tuple[torch.dtype, ...] = (F32,)
     """The tensors of a call get these dtypes in turn, and the layouts likewise."""
@@ -80,7 +82,7 @@ class Case(Described):
             drawn = torch.rand(data[name].shape, generator=generator)
             if name not in COEFFICIENTS or self.special == "coefficients":
                 data[name] = torch.where(drawn < share / 2, torch.nan, data[name])
-            if name not in (*COEFFICIENTS[:2], *COEFFICIENTS[2:] * (self.clip is None)):
+            if name not in COEFFICIENTS[:2]:
                 data[name] = torch.where((drawn > 0.5) & (drawn < 0.5 + share / 2), torch.inf, data[name])
             if name in COEFFICIENTS:
                 data[name] = torch.where(drawn > 1 - 5 * share, 0, data[name])
@@ -98,10 +100,29 @@ class Case(Described):
 
     def options(self) -> dict[str, Any]:
         clip = self.clip if self.steps < 20 or self.clip is not None else 1.0  # products of ratios would overflow
-        clips = {"vtrace": ("clip_rho", "clip_c", "clip_pg_rho"), "retrace": ("clip_c",)}.get(self.function, ())
-        options: dict[str, Any] = {name: clip and clip * (index + 1) for index, name in enumerate(clips)}
+        options: dict[str, Any] = {
+            name: clip and clip * (index + 1) for index, name in enumerate(CLIPS.get(self.function, ()))
+        }
         options["batch_first"] = self.batch_first
         return options | ({"n": self.n} if self.function == "n_step_returns" else {})
+
+
+def by_loops(case: Case, data: dict[str, Any], options: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The results of the documentation's recurrences, in Python's numbers."""
+    rewards = data["rewards"]
+    defaults: dict[str, Any] = {"terminated": False, "truncated": False, "mask": True, "values": 0, "ratios": 1}
+    wide = {}
+    for name in ("rewards", "values", "next_values", *COEFFICIENTS, *FLAGS):
+        value = defaults[name] if data.get(name) is None else data[name]
+        if name == "next_values" and value is None:
+            value = data["values"].narrow(1 if case.batch_first else 0, 1, case.steps)
+        elif name == "values" and case.observations:
+            value = value.narrow(1 if case.batch_first else 0, 0, case.steps)
+        tensor = torch.as_tensor(value, dtype=torch.bool if name in FLAGS else F64).expand(rewards.shape)
+        wide[name] = tensor.detach() if case.batch_first else tensor.detach().T
+    clips = [options.get(name) for name in CLIPS.get(case.function, ())]
+    results = looped(case.function, wide, case.n, clips)
+    return tuple(result if case.batch_first else result.T for result in results)
 
 
 _sizes = product(
@@ -165,6 +186,9 @@ def test_returns(case: Case) -> None:
         assert found.dtype == (F64 if is_double else F32)
         assert found.is_contiguous()
         assert_near(found.detach(), expected.detach(), tolerance)
+    if case.batch * case.steps <= LARGEST_LOOP:
+        for result, expected in zip(results[1], by_loops(case, data, case.options()), strict=True):
+            assert_near(result.detach(), expected, 1e-9)
     watched.check(case.function)
     if case.special == "coefficients" or not case.batch * case.steps:
         return  # with NaN coefficients, a gradient may be NaN or not

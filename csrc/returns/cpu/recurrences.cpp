@@ -1,11 +1,16 @@
 // The kernels of recurrences. This file includes itself once for each instruction set.
 //
-// Along steps: a vector holds neighbouring steps of one row. Their maps y -> a + b y are composed in log2(lanes)
-// rounds. This suits any number of rows, and memory is read and written contiguously.
+// Each row is walked step by step, so that its results have the same bits wherever it is: among any number of rows, in
+// any layout, and for any number of threads.
+//
+// Along steps: a vector holds neighbouring steps of one row, or of several rows that are joined, and computes their
+// maps y -> a + b y. Then some rows are walked side by side, one number at a time, and vectors of steps compute the
+// results from y.
 // Across rows: a vector holds one step of neighbouring rows, for trajectories whose rows are adjacent in memory.
 //
 // Both process one tile at a time, and multiply where formulas select 0. A tile with a number that is not finite is
-// computed again, step by step, with selection.
+// computed again, one number at a time, with selection. Numbers that were finite keep their bits: both ways round
+// after each multiplication and addition.
 #ifndef GRADSCALE_VARIANT
 #include "../kernels.h"
 
@@ -25,6 +30,13 @@ const ReturnsRows across_rows_kernel = GRADSCALE_CPU_KERNEL(across_rows);
 } // namespace gradscale
 
 #else
+// A product and a sum that are contracted into one instruction are rounded once, in some functions and not in others.
+#if defined(__clang__)
+#pragma clang fp contract(off)
+#else
+#pragma GCC push_options
+#pragma GCC optimize("fp-contract=off")
+#endif
 #include "../../cpu/vectors.h"
 #include "../formulas.h"
 #include "sources.h"
@@ -35,10 +47,16 @@ namespace {
 
 // ---- Steps ----------------------------------------------------------------------------------------------------------
 
+// Element i of row r of a tile, or of the elements from there on.
+template <class L, class A>
+GRADSCALE_HOST_DEVICE auto loaded(const Piece<A>& piece, int64_t r, int64_t i) {
+  return L::load(piece.data + r * piece.row_advance + i * piece.advance);
+}
+
 // `masked`: steps may be masked.
 template <class F, class L, bool masked = true, class A>
-GRADSCALE_HOST_DEVICE Transition<L> transition(const Tile<A>& tile, int64_t i) {
-  const auto load = [i](const auto& piece) { return L::load(piece.data + i * piece.advance); };
+GRADSCALE_HOST_DEVICE Transition<L> transition(const Tile<A>& tile, int64_t r, int64_t i) {
+  const auto load = [r, i](const auto& piece) { return loaded<L>(piece, r, i); };
   Transition<L> s;
   s.reward = load(tile.numbers[kRewards]);
   s.value = load(tile.numbers[kValues]);
@@ -55,35 +73,51 @@ GRADSCALE_HOST_DEVICE Transition<L> transition(const Tile<A>& tile, int64_t i) {
   }
   s.live = masked ? load(tile.live) : typename L::M{} == 0;
   s.terminated = load(tile.terminated);
-  const auto at = [i](const Piece<uint8_t>& flags) { return flags.data + i * flags.advance; };
+  const auto at = [r, i](const Piece<uint8_t>& flags) {
+    return flags.data + r * flags.row_advance + i * flags.advance;
+  };
   s.cut = L::load_cut(at(tile.terminated), at(tile.truncated), at(tile.later_live));
   return s;
 }
 
+// One number per lane. Computes the same bits as VectorLanes, except where they are not finite: there, a coefficient of
+// 0 selects 0.
+template <class A>
+struct ExactLane : OneLane<A> {
+  static GRADSCALE_HOST_DEVICE void store(A* to, A x) {
+    *to = x;
+  }
+  static GRADSCALE_HOST_DEVICE A times(A c, A x) {
+    return c == 0 && x - x != 0 ? A(0) : c * x;
+  }
+  static GRADSCALE_HOST_DEVICE A product(A c, A d) {
+    const A p = c * d;
+    return c == 0 || d == 0 ? (p - p == 0 ? p : A(0)) : p == 0 ? OneLane<A>::underflow(p) : p;
+  }
+};
+
+// Writes the results of a step, or of several. Returns a number that is finite only if all results and `own` are.
+template <class F, class L, class V, class A>
+GRADSCALE_HOST_DEVICE V
+put_results(const Tile<A>& tile, int64_t r, int64_t i, const Transition<L>& s, V own, V before) {
+  V out[kOutputs];
+  F::template results<L>(s, own, before, out);
+  V sum = own;
+  for (int k = 0; k < F::kResults; ++k) {
+    L::store(tile.out[k] + r * tile.out_row_advance[k] + i, out[k]);
+    sum += out[k];
+  }
+  return sum - sum;
+}
+
 // Walks one step in each lane. `y` is y of the step before, and becomes y of the step.
 template <class F, class L, class A, class V = typename L::V>
-GRADSCALE_HOST_DEVICE void walk(const Tile<A>& tile, int64_t i, V& y, V* out) {
-  const Transition<L> s = transition<F, L>(tile, i);
-  const Affine<L> map = F::template map<L>(s);
+GRADSCALE_HOST_DEVICE V walk(const Tile<A>& tile, int64_t r, int64_t i, V& y) {
+  const Transition<L> s = transition<F, L>(tile, r, i);
   const V before = y;
-  y = map.a + L::times(map.b, before);
-  F::template results<L>(s, y, before, out);
+  y = walked<F, L>(s, F::template map<L>(s), before);
+  return put_results<F>(tile, r, i, s, y, before);
 }
-
-template <class F, class A>
-void one_step(const Tile<A>& tile, int64_t i, A& y) {
-  A out[kOutputs];
-  walk<F, OneLane<A> >(tile, i, y, out);
-  for (int k = 0; k < F::kResults; ++k) {
-    tile.out[k][i] = out[k];
-  }
-}
-
-// y of each row of a tile.
-template <class A>
-struct Carries {
-  alignas(64) A y[kRowsOfTile] = {};
-};
 
 // ---- Vectors as lanes ----------------------------------------------------------------------------------------------
 
@@ -115,34 +149,18 @@ struct VectorLanes {
   static GRADSCALE_HOST_DEVICE V times(V c, V x) {
     return c * x;
   }
+  // As in OneLane.
   static GRADSCALE_HOST_DEVICE V product(V c, V d) {
-    return c * d;
+    const V p = c * d;
+    const M is_underflow = (M)(p == 0) & (M)(c != 0) & (M)(d != 0);
+    constexpr A kLeast = std::is_same_v<A, double> ? A(4.9406564584124654e-324) : A(1.4e-45f);
+    const M sign = (M)p, least = (M)splat(kLeast); // a product of 0 has no bits but its sign
+    return (V)(sign | (least & is_underflow));
+  }
+  static GRADSCALE_HOST_DEVICE void store(A* to, V x) {
+    store_vector(to, x);
   }
 };
-
-// Shifts the lanes of x: lane i of the result is lane i + distance of x, or lane i - distance if kForward (an adjoint).
-// Lanes of `fill` replace lanes that do not exist.
-template <bool kForward, size_t distance, class V, size_t... i>
-GRADSCALE_HOST_DEVICE V shifted(V x, V fill, std::index_sequence<i...> /*lanes*/) {
-  constexpr size_t count = sizeof...(i);
-  return shuffled(
-      x, fill, std::index_sequence<(kForward ? (i >= distance ? i - distance : count) : i + distance)...>());
-}
-
-template <bool kForward, size_t distance, class V>
-GRADSCALE_HOST_DEVICE V shifted(V x, V fill) {
-  return shifted<kForward, distance>(x, fill, std::make_index_sequence<sizeof(V) / sizeof(x[0])>());
-}
-
-// Composes the map of each lane with the maps of the lanes that precede it in the walk.
-template <bool kForward, size_t distance, class V>
-GRADSCALE_HOST_DEVICE void compose(V& a, V& b) {
-  if constexpr (distance < sizeof(V) / sizeof(a[0])) {
-    a += b * shifted<kForward, distance>(a, V{});
-    b *= shifted<kForward, distance>(b, V{} + 1);
-    compose<kForward, 2 * distance>(a, b);
-  }
-}
 
 // True if all lanes are +0. A sum minus itself is +0 if it is finite, and NaN otherwise.
 template <class V>
@@ -156,104 +174,173 @@ GRADSCALE_HOST_DEVICE bool are_zero(V x) {
   return any == 0;
 }
 
-// Returns false if a number is not finite. The tile is passed by value, so that stores of results cannot alias it.
-template <class F, bool masked, class A>
-bool walk_along(const Tile<A> tile, int64_t padded, A& carry) {
-  using L = VectorLanes<A>;
-  using V = typename L::V;
-  constexpr int count = Vectors<A>::kCount;
-  constexpr int last = F::kAdjoint ? count - 1 : 0; // in the order of the walk
-  V y = splat(carry), check{};
-  for (int64_t n = 0; n < padded; n += count) {
-    const int64_t i = F::kAdjoint ? n : padded - count - n;
-    const Transition<L> s = transition<F, L, masked>(tile, i);
-    Affine<L> map = F::template map<L>(s);
-    compose<F::kAdjoint, 1>(map.a, map.b);
-    const V own = map.a + map.b * y;
-    V out[kOutputs];
-    F::template results<L>(s, own, shifted<F::kAdjoint, 1>(own, y), out);
-    V sum = own;
-    for (int k = 0; k < F::kResults; ++k) {
-      store_vector(tile.out[k] + i, out[k]);
-      sum += out[k];
-    }
-    check += sum - sum;
-    y = splat(own[last]);
-  }
-  carry = y[0];
-  return are_zero(check);
-}
-
-template <class F, class A>
-GRADSCALE_HOST_DEVICE bool walk_across(const Tile<A> tile, int64_t padded, Carries<A>& carry) {
-  using L = VectorLanes<A>;
-  using V = typename L::V;
-  V check{};
-  for (int64_t i = 0; i < padded; i += Vectors<A>::kCount) {
-    V own = load_vector(carry.y + i);
-    V out[kOutputs];
-    walk<F, L>(tile, i, own, out);
-    V sum = own;
-    for (int k = 0; k < F::kResults; ++k) {
-      store_vector(tile.out[k] + i, out[k]);
-      sum += out[k];
-    }
-    check += sum - sum;
-    store_vector(carry.y + i, own);
-  }
-  return are_zero(check);
-}
-
 // ---- Along steps ---------------------------------------------------------------------------------------------------
 
-// Makes tile.later_live, the mask of the next steps. It is 0 at the last step of each row of `period` steps, several of
-// which may be joined.
+constexpr int64_t kSideBySide = 8; // rows that are walked at once, because each step waits for the one before
+
+// The maps of a tile's steps, and y. The y of row r begin at ys[r * pitch]: forwards, y of the step before the first
+// comes first; backwards, it comes last.
 template <class A>
-void read_later_live(Sources<A>& sources, int64_t row, int64_t begin, int64_t count, int64_t padded, int64_t period) {
-  uint8_t* later = sources.later_flags;
-  sources.tile.later_live = {later, 1};
+struct Walk {
+  int64_t pitch;
+  A a[kTile];
+  A b[kTile];
+  A c[kTile]; // if the formula has factors
+  A ys[2 * kTile + 1];
+  A carries[kTile]; // y of the last step that was walked, of each row
+  A later_values[kTile];
+  uint8_t later_live[kTile];
+  int64_t later_rows = 0, later_count = 0; // of the tile that later_live was made for
+  bool later_has_end = false;
+};
+
+// The numbers of the next steps, which the last step of a row does not have.
+template <class F, class A>
+void read_later(Sources<A>& sources, Walk<A>& to, int64_t row, int64_t begin) {
+  Tile<A>& tile = sources.tile;
+  const int64_t count = tile.count;
+  const bool has_end = begin + count == sources.call.steps;
+  const int64_t behind = has_end ? count - 1 : count;
   const bool is_masked = sources.call.operands[kMask].data != nullptr;
-  if (!is_masked && count == sources.later_count && kTile % period == 0) {
-    return; // as in the tile before
+  if (is_masked || to.later_rows != tile.rows || to.later_count != count || to.later_has_end != has_end) {
+    to.later_rows = tile.rows;
+    to.later_count = count;
+    to.later_has_end = has_end;
+    memset(to.later_live, 1, tile.rows * count);
+    if (is_masked && behind > 0) {
+      const Piece<uint8_t> mask = sources.later_mask.piece(row, tile.rows, begin + 1, behind);
+      for (int64_t r = 0; r < tile.rows; ++r) {
+        for (int64_t i = 0; i < behind; ++i) {
+          to.later_live[r * count + i] = mask.data[r * mask.row_advance + i * mask.advance];
+        }
+      }
+    }
+    for (int64_t r = 0; r < tile.rows && has_end; ++r) {
+      to.later_live[r * count + count - 1] = 0;
+    }
   }
-  sources.later_count = count;
-  memset(later, is_masked ? 0 : 1, count);
-  memset(later + count, 0, padded - count);
-  if (is_masked) {
-    const int64_t behind = std::min(count, sources.call.steps - begin - 1);
-    memcpy(later, sources.later_mask.piece(row, begin + 1, behind, behind).data, behind);
-  }
-  for (int64_t end = period - 1 - begin % period; end < count; end += period) {
-    later[end] = 0;
+  tile.later_live = {to.later_live, 1, count};
+  if constexpr (std::is_same_v<F, VTrace>) {
+    const Piece<A> values = behind > 0 ? sources.later_values.piece(row, tile.rows, begin + 1, behind) : Piece<A>{};
+    for (int64_t r = 0; r < tile.rows; ++r) {
+      for (int64_t i = 0; i < count; ++i) {
+        to.later_values[r * count + i] = i < behind ? values.data[r * values.row_advance + i * values.advance] : A(0);
+      }
+    }
+    tile.later_values = {to.later_values, 1, count};
   }
 }
 
-// Computes a row, or contiguous rows of `period` steps that are joined into one and do not depend on each other.
-template <class F, class A>
-void along_row(Sources<A>& sources, int64_t row, int64_t period) {
-  const int64_t steps = sources.call.steps;
-  const int64_t tiles = (steps + kTile - 1) / kTile;
-  Tile<A>& tile = sources.tile;
-  A carry = A(0);
-  for (int64_t n = 0; n < tiles; ++n) {
-    const int64_t begin = (F::kAdjoint ? n : tiles - 1 - n) * kTile;
-    const int64_t count = std::min(kTile, steps - begin);
-    const int64_t padded = (count + Vectors<A>::kCount - 1) / Vectors<A>::kCount * Vectors<A>::kCount;
-    sources.read(row, begin, count, padded);
-    if (std::is_same_v<F, VTrace>) {
-      const int64_t behind = std::min(count, steps - begin - 1);
-      tile.later_values = sources.later_values.piece(row, begin + 1, behind, padded); // 0 after the last step
+// Calls function(lanes, r, i) for vectors of the tile's steps, and for the single steps that remain.
+template <class A, class Function>
+GRADSCALE_HOST_DEVICE void each_vector(const Tile<A>& tile, const Function& function) {
+  const int64_t rows = tile.is_flat ? 1 : tile.rows, count = tile.is_flat ? tile.rows * tile.count : tile.count;
+  for (int64_t r = 0; r < rows; ++r) {
+    int64_t i = 0;
+    for (; i + Vectors<A>::kCount <= count; i += Vectors<A>::kCount) {
+      function(VectorLanes<A>(), r, i);
     }
-    read_later_live(sources, row, begin, count, padded, period);
-    const A before = carry;
-    const bool is_whole = sources.call.operands[kMask].data == nullptr && count == padded;
-    if (!(is_whole ? walk_along<F, false>(tile, padded, carry) : walk_along<F, true>(tile, padded, carry))) {
-      carry = before;
-      for (int64_t i = 0; i < count; ++i) {
-        one_step<F>(tile, F::kAdjoint ? i : count - 1 - i, carry);
+    for (; i < count; ++i) {
+      function(ExactLane<A>(), r, i);
+    }
+  }
+}
+
+template <class F, int side_by_side, class A>
+GRADSCALE_HOST_DEVICE void walk_rows(const Tile<A>& tile, Walk<A>& w, int64_t row) {
+  const int64_t count = tile.count;
+  A y[side_by_side];
+  for (int k = 0; k < side_by_side; ++k) {
+    y[k] = w.carries[row + k];
+    w.ys[(row + k) * w.pitch + (F::kAdjoint ? 0 : count)] = y[k];
+  }
+  for (int64_t n = 0; n < count; ++n) {
+    const int64_t t = F::kAdjoint ? n : count - 1 - n;
+#pragma GCC unroll 8
+    for (int k = 0; k < side_by_side; ++k) {
+      const int64_t i = (row + k) * count + t;
+      y[k] = w.a[i] + w.b[i] * y[k];
+      if constexpr (kHasFactors<F>) {
+        y[k] *= w.c[i];
       }
+      w.ys[(row + k) * w.pitch + t + (F::kAdjoint ? 1 : 0)] = y[k];
     }
-    sources.write(row, begin, count);
+  }
+  for (int k = 0; k < side_by_side; ++k) {
+    w.carries[row + k] = y[k];
+  }
+}
+
+// Returns false if a number is not finite. The tile is passed by value, so that stores of results cannot alias it.
+template <class F, bool masked, class A>
+bool walk_along(const Tile<A> tile, Walk<A>& w) {
+  w.pitch = tile.is_flat ? tile.count : tile.count + 1;
+  const int64_t pitch = tile.is_flat ? tile.rows * tile.count : w.pitch; // of the rows that each_vector() visits
+  const int64_t width = tile.is_flat ? tile.rows * tile.count : tile.count;
+  each_vector(tile, [&](auto lanes, int64_t r, int64_t i) {
+    using L = decltype(lanes);
+    const Transition<L> s = transition<F, L, masked>(tile, r, i);
+    const int64_t to = r * width + i;
+    if constexpr (kHasFactors<F>) {
+      const Factors<L> f = F::template factors<L>(s);
+      L::store(w.a + to, f.a);
+      L::store(w.b + to, f.b);
+      L::store(w.c + to, f.c);
+    } else {
+      const Affine<L> map = F::template map<L>(s);
+      L::store(w.a + to, map.a);
+      L::store(w.b + to, map.b);
+    }
+  });
+  int64_t row = 0;
+  for (; row + kSideBySide <= tile.rows; row += kSideBySide) {
+    walk_rows<F, kSideBySide>(tile, w, row);
+  }
+  for (; row < tile.rows; ++row) {
+    walk_rows<F, 1>(tile, w, row);
+  }
+  typename VectorLanes<A>::V check{};
+  A last_check = A(0);
+  each_vector(tile, [&](auto lanes, int64_t r, int64_t i) {
+    using L = decltype(lanes);
+    const Transition<L> s = transition<F, L, masked>(tile, r, i);
+    const A* const ys = w.ys + r * pitch + i;
+    const auto own = L::load(ys + (F::kAdjoint ? 1 : 0)), before = L::load(ys + (F::kAdjoint ? 0 : 1));
+    const auto sum = put_results<F>(tile, r, i, s, own, before);
+    if constexpr (std::is_same_v<L, VectorLanes<A> >) {
+      check += sum;
+    } else {
+      last_check += sum;
+    }
+  });
+  return are_zero(check) && last_check == 0;
+}
+
+// Computes `rows` rows, side by side.
+template <class F, class A>
+void along_rows(Sources<A>& sources, Walk<A>& w, int64_t row, int64_t rows) {
+  const int64_t steps = sources.call.steps;
+  const int64_t tiles = (steps - 1) / (kTile / rows) + 1, most = (steps - 1) / tiles + 1;
+  std::fill(w.carries, w.carries + rows, A(0));
+  for (int64_t n = 0; n < tiles; ++n) {
+    const int64_t begin = (F::kAdjoint ? n : tiles - 1 - n) * most, count = std::min(most, steps - begin);
+    if (count <= 0) {
+      continue;
+    }
+    sources.read(row, rows, begin, count);
+    read_later<F>(sources, w, row, begin);
+    A before[kTile];
+    std::copy(w.carries, w.carries + rows, before);
+    const bool is_masked = sources.call.operands[kMask].data != nullptr;
+    if (!(is_masked ? walk_along<F, true>(sources.tile, w) : walk_along<F, false>(sources.tile, w))) {
+      for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t i = 0; i < count; ++i) {
+          walk<F, ExactLane<A> >(sources.tile, r, F::kAdjoint ? i : count - 1 - i, before[r]);
+        }
+      }
+      std::copy(before, before + rows, w.carries);
+    }
+    sources.write(row, begin);
   }
 }
 
@@ -291,50 +378,68 @@ void dispatch_call(const ReturnsCall& call, Function function) {
 }
 
 void along_steps(const ReturnsCall& call, int64_t begin, int64_t end) {
-  ReturnsCall one;
-  const bool is_joined = joined(call, begin, end, one);
+  // Short rows fill a tile. Of long rows, a tile has as many as are walked side by side.
+  const int64_t rows_of_tile = std::max(kSideBySide, kTile / call.steps / kSideBySide * kSideBySide);
   dispatch_call(call, [&](auto number, auto formula) {
-    Sources<decltype(number)> sources(is_joined ? one : call, kStep);
-    for (int64_t row = is_joined ? end - 1 : begin; row < end; ++row) {
-      along_row<decltype(formula)>(sources, is_joined ? 0 : row, call.steps);
+    Sources<decltype(number)> sources(call, kStep);
+    Walk<decltype(number)> w;
+    for (int64_t row = begin; row < end; row += rows_of_tile) {
+      along_rows<decltype(formula)>(sources, w, row, std::min(rows_of_tile, end - row));
     }
   });
 }
 
 // ---- Across rows ---------------------------------------------------------------------------------------------------
 
+// Walks one step of each row. Returns false if a number is not finite.
+template <class F, class A>
+GRADSCALE_HOST_DEVICE bool walk_across(const Tile<A> tile, A* y) {
+  using Lanes = VectorLanes<A>;
+  typename Lanes::V check{};
+  int64_t i = 0;
+  for (; i + Vectors<A>::kCount <= tile.count; i += Vectors<A>::kCount) {
+    typename Lanes::V own = load_vector(y + i);
+    check += walk<F, Lanes>(tile, 0, i, own);
+    store_vector(y + i, own);
+  }
+  A last_check = A(0);
+  for (; i < tile.count; ++i) {
+    last_check += walk<F, ExactLane<A> >(tile, 0, i, y[i]);
+  }
+  return are_zero(check) && last_check == 0;
+}
+
 template <class F, class A>
 void across_tile(Sources<A>& sources, int64_t begin, int64_t count) {
   const int64_t steps = sources.call.steps;
-  const int64_t padded = (count + Vectors<A>::kCount - 1) / Vectors<A>::kCount * Vectors<A>::kCount;
-  const uint8_t ended[kRowsOfTile] = {};
-  const A zeros[kRowsOfTile] = {};
+  static constexpr uint8_t kEnded[kMostLanes] = {};
+  static constexpr A kZeros[kMostLanes] = {};
   Tile<A>& tile = sources.tile;
-  Carries<A> carry;
+  A y[kTile] = {}, before[kTile];
   for (int64_t n = 0; n < steps; ++n) {
     const int64_t t = F::kAdjoint ? n : steps - 1 - n;
     const bool has_later = t + 1 < steps;
-    sources.read(t, begin, count, padded);
-    tile.later_live = has_later ? sources.later_mask.piece(t + 1, begin, count, padded) : Piece<uint8_t>{ended, 1};
+    sources.read(t, 1, begin, count);
+    tile.later_live = has_later ? sources.later_mask.piece(t + 1, 1, begin, count) : Piece<uint8_t>{kEnded, 0, 0};
     if (std::is_same_v<F, VTrace>) {
-      tile.later_values = has_later ? sources.later_values.piece(t + 1, begin, count, padded) : Piece<A>{zeros, 1};
+      tile.later_values = has_later ? sources.later_values.piece(t + 1, 1, begin, count) : Piece<A>{kZeros, 0, 0};
     }
-    const Carries<A> before = carry;
-    if (!walk_across<F>(tile, padded, carry)) {
-      carry = before;
+    std::copy(y, y + count, before);
+    if (!walk_across<F>(tile, y)) {
       for (int64_t i = 0; i < count; ++i) {
-        one_step<F>(tile, i, carry.y[i]);
+        walk<F, ExactLane<A> >(tile, 0, i, before[i]);
       }
+      std::copy(before, before + count, y);
     }
-    sources.write(t, begin, count);
+    sources.write(t, begin);
   }
 }
 
 void across_rows(const ReturnsCall& call, int64_t begin, int64_t end) {
   dispatch_call(call, [&](auto number, auto formula) {
     Sources<decltype(number)> sources(call, kRow);
-    for (int64_t row = begin; row < end; row += kRowsOfTile) {
-      across_tile<decltype(formula)>(sources, row, std::min(kRowsOfTile, end - row));
+    for (int64_t row = begin; row < end; row += kTile) {
+      across_tile<decltype(formula)>(sources, row, std::min(kTile, end - row));
     }
   });
 }
@@ -343,4 +448,7 @@ void across_rows(const ReturnsCall& call, int64_t begin, int64_t end) {
 } // namespace GRADSCALE_VARIANT
 } // namespace gradscale
 
+#if !defined(__clang__)
+#pragma GCC pop_options
+#endif
 #endif

@@ -7,15 +7,15 @@ namespace gradscale {
 namespace GRADSCALE_VARIANT {
 
 constexpr int kMostLanes = 16;
-constexpr int64_t kTile = 512;                  // steps of a row
-constexpr int64_t kRowsOfTile = 64;             // rows of a step: a cache line of flags
-constexpr int64_t kBuffer = kTile + kMostLanes; // a tile, padded to whole vectors
+constexpr int64_t kTile = 1024; // steps of some rows, or rows of one step
 
-// Element i is data[i * advance]. If `advance` is 0, all elements are equal, and `data` holds kMostLanes copies.
+// Elements of neighbouring rows: element i of row r is data[r * row_advance + i * advance]. If `advance` is 0, all
+// elements of a row are equal, and `data` holds kMostLanes copies.
 template <class A>
 struct Piece {
   const A* data;
   int64_t advance;
+  int64_t row_advance;
 
   A operator[](int64_t i) const {
     return data[i * advance];
@@ -41,27 +41,27 @@ class Source {
     }
   }
 
-  // `count` elements from `begin` on, at index `outer` of the other dimension, padded with zeros to `padded` elements.
-  // Numbers that are all equal are not padded with zeros, but with the same number. A copy is valid until the next
-  // call.
-  Piece<A> piece(int64_t outer, int64_t begin, int64_t count, int64_t padded) {
-    const bool is_constant = kIsFlag ? operand_->data == nullptr && count == padded : inner_stride_ == 0;
-    if (is_constant) {
-      if (outer_stride_ != 0) {
-        fill(inner_ == kStep ? element_at<A>(*operand_, outer, 0) : element_at<A>(*operand_, 0, outer));
-      }
-      return {copies_, 0};
+  // `count` elements from `begin` on, at each of the indices `outer` to `outer` + `rows` - 1 of the other dimension. A
+  // copy is valid until the next call.
+  Piece<A> piece(int64_t outer, int64_t rows, int64_t begin, int64_t count) {
+    if (inner_stride_ == 0 && outer_stride_ == 0) {
+      return {copies_, 0, 0};
+    }
+    if (inner_stride_ == 0 && rows == 1) {
+      fill(inner_ == kStep ? element_at<A>(*operand_, outer, 0) : element_at<A>(*operand_, 0, outer));
+      return {copies_, 0, 0};
     }
     const int64_t offset = outer * outer_stride_ + begin * inner_stride_;
-    if (is_run_ && count == padded) {
-      return {static_cast<const A*>(operand_->data) + offset, 1};
+    if (is_run_) {
+      return {static_cast<const A*>(operand_->data) + offset, 1, outer_stride_};
     }
-    if (static_cast<int64_t>(buffer_.size()) < padded) {
-      grow(padded);
+    if (static_cast<int64_t>(buffer_.size()) < rows * count) {
+      grow(rows * count);
     }
-    copy(offset, count, buffer_.data());
-    std::fill(buffer_.data() + count, buffer_.data() + padded, A(0));
-    return {buffer_.data(), 1};
+    for (int64_t row = 0; row < rows; ++row) {
+      copy(offset + row * outer_stride_, count, buffer_.data() + row * count);
+    }
+    return {buffer_.data(), 1, count};
   }
 
  private:
@@ -77,14 +77,6 @@ class Source {
   }
 
   void copy(int64_t offset, int64_t count, A* buffer) const {
-    if (operand_->data == nullptr) {
-      std::fill(buffer, buffer + count, copies_[0]);
-      return;
-    }
-    if (is_run_) {
-      memcpy(buffer, static_cast<const A*>(operand_->data) + offset, count * sizeof(A));
-      return;
-    }
     dispatch_operand<A>(*operand_, [&](auto type) {
       const auto* from = static_cast<const decltype(type)*>(operand_->data) + offset;
       for (int64_t i = 0; i < count; ++i) {
@@ -99,18 +91,22 @@ class Source {
   int64_t outer_stride_;
   bool is_run_;
   A copies_[kMostLanes];
-  c10::SmallVector<A, kBuffer> buffer_;
+  c10::SmallVector<A, kTile> buffer_;
 };
 
 // ---- Tiles ---------------------------------------------------------------------------------------------------------
 
-// The inputs and outputs of a kernel for one tile, along steps or across rows.
+// The inputs and outputs of a kernel for one tile: `count` steps of `rows` rows. In a kernel whose lanes are rows,
+// these are `count` rows of one step.
 template <class A>
 struct Tile {
+  int64_t rows, count;
+  bool is_flat; // each row begins where the one before it ends, in all tensors
   Piece<A> numbers[kNumbers];
   Piece<uint8_t> terminated, truncated, live, later_live;
   Piece<A> later_values; // of the next steps
   A* out[kOutputs];
+  int64_t out_row_advance[kOutputs];
   A limits[kClips];
 };
 
@@ -138,31 +134,43 @@ class Sources {
     }
   }
 
-  // Reads `count` steps from `begin` on, padded with masked steps to `padded`. later_mask and later_values are read
-  // separately.
-  void read(int64_t outer, int64_t begin, int64_t count, int64_t padded) {
+  // Reads a tile. later_mask and later_values are read separately.
+  void read(int64_t outer, int64_t rows, int64_t begin, int64_t count) {
+    tile.rows = rows;
+    tile.count = count;
+    tile.is_flat = true;
+    const auto add = [&](auto piece) {
+      tile.is_flat = tile.is_flat && (rows == 1 || piece.row_advance == piece.advance * count);
+      return piece;
+    };
     for (int k = 0; k < kNumbers; ++k) {
-      tile.numbers[k] = numbers_[k].piece(outer, begin, count, padded);
+      tile.numbers[k] = add(numbers_[k].piece(outer, rows, begin, count));
     }
-    tile.terminated = flags_[0].piece(outer, begin, count, padded);
-    tile.truncated = flags_[1].piece(outer, begin, count, padded);
-    tile.live = flags_[2].piece(outer, begin, count, padded);
+    tile.terminated = add(flags_[0].piece(outer, rows, begin, count));
+    tile.truncated = add(flags_[1].piece(outer, rows, begin, count));
+    tile.live = add(flags_[2].piece(outer, rows, begin, count));
     for (int k = 0; k < kOutputs; ++k) {
       const ReturnsOutput& output = call.outputs[k];
-      const bool in_place = output.data != nullptr && output.strides[inner_] == 1 && count == padded;
-      tile.out[k] = in_place ? static_cast<A*>(output.data) + outer * output.strides[1 - inner_] + begin : results_[k];
+      const bool in_place = output.data != nullptr && output.strides[inner_] == 1;
+      const int64_t stride = output.strides[1 - inner_];
+      tile.out[k] = in_place ? static_cast<A*>(output.data) + outer * stride + begin : results_[k];
+      tile.out_row_advance[k] = in_place ? stride : count;
+      tile.is_flat = tile.is_flat && (rows == 1 || tile.out_row_advance[k] == count);
     }
   }
 
   // Copies results that were not written in place.
-  void write(int64_t outer, int64_t begin, int64_t count) const {
+  void write(int64_t outer, int64_t begin) const {
     for (int k = 0; k < kOutputs; ++k) {
       const ReturnsOutput& output = call.outputs[k];
-      if (output.data != nullptr && tile.out[k] == results_[k]) {
-        const int64_t stride = output.strides[inner_];
-        A* to = static_cast<A*>(output.data) + outer * output.strides[1 - inner_] + begin * stride;
-        for (int64_t i = 0; i < count; ++i) {
-          to[i * stride] = results_[k][i];
+      if (output.data == nullptr || tile.out[k] != results_[k]) {
+        continue;
+      }
+      const int64_t stride = output.strides[inner_], row_stride = output.strides[1 - inner_];
+      A* to = static_cast<A*>(output.data) + outer * row_stride + begin * stride;
+      for (int64_t row = 0; row < tile.rows; ++row) {
+        for (int64_t i = 0; i < tile.count; ++i) {
+          to[row * row_stride + i * stride] = results_[k][row * tile.count + i];
         }
       }
     }
@@ -171,38 +179,13 @@ class Sources {
   Tile<A> tile;
   Source<uint8_t> later_mask; // these two read the mask and the values of the next steps
   Source<A> later_values;
-  alignas(64) uint8_t later_flags[kBuffer];
-  int64_t later_count = -1; // steps of the tile that later_flags were made for
 
  private:
   int inner_;
   Source<A> numbers_[kNumbers];
   Source<uint8_t> flags_[3];
-  A results_[kOutputs][kBuffer];
+  A results_[kOutputs][kTile];
 };
-
-// Joins rows begin to end - 1 into `one`, a call with one row. Returns false if the rows are not contiguous.
-inline bool joined(const ReturnsCall& call, int64_t begin, int64_t end, ReturnsCall& one) {
-  one = call;
-  one.rows = 1;
-  one.steps = (end - begin) * call.steps;
-  bool is_dense = true;
-  const auto move = [&](auto& tensor, int64_t size) {
-    const bool is_constant = tensor.data == nullptr || (tensor.strides[kRow] == 0 && tensor.strides[kStep] == 0);
-    is_dense = is_dense && (is_constant || (tensor.strides[kStep] == 1 && tensor.strides[kRow] == call.steps));
-    if (!is_constant) {
-      using Pointer = decltype(tensor.data);
-      tensor.data = reinterpret_cast<Pointer>(reinterpret_cast<intptr_t>(tensor.data) + begin * call.steps * size);
-    }
-  };
-  for (int k = 0; k < kOperands; ++k) {
-    move(one.operands[k], k < kNumbers ? element_size(one.operands[k].element) : 1);
-  }
-  for (ReturnsOutput& output : one.outputs) {
-    move(output, element_size(call.element));
-  }
-  return is_dense;
-}
 
 } // namespace GRADSCALE_VARIANT
 } // namespace gradscale

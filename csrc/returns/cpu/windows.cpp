@@ -32,7 +32,7 @@ namespace {
 template <class A>
 GRADSCALE_HOST_DEVICE void read_steps(Sources<A>& sources, int64_t row, StepOfRow<A>* out) {
   const int64_t steps = sources.call.steps;
-  sources.read(row, 0, steps, steps);
+  sources.read(row, 1, 0, steps);
   const Tile<A> tile = sources.tile;
   bool later_live = false;
   for (int64_t t = steps - 1; t >= 0; --t) {
@@ -90,8 +90,8 @@ void muzero_rows_of(const MuZeroCall& call, int64_t begin, int64_t end) {
     const MuZeroRow<A> row(call, k);
     // The number of rewards that the targets use, at most. The sum cannot overflow, because td_steps <= moves.
     const int64_t used = std::min(row.length, unroll_steps + longest);
-    const Piece<A> r = rewards.piece(k, 0, used, used);
-    const Piece<A> nu = root_values.piece(k, 0, used + 1, used + 1);
+    const Piece<A> r = rewards.piece(k, 1, 0, used);
+    const Piece<A> nu = root_values.piece(k, 1, 0, used + 1);
     const auto td_steps = [&](int64_t j) { return has_horizons ? horizon_at(call, k, j) : longest; };
     for (int64_t j = 0; j <= unroll_steps; ++j) {
       row.write(j, td_steps, r, nu);
