@@ -30,6 +30,7 @@ from trajectories import (
 )
 
 import gradscale_ext as gs
+from gradscale_ext.capture.graphs import seeming_to_capture
 
 FLAGS = ("terminated", "truncated", "mask")
 TRAJECTORIES = ("rewards", "values", "next_values", "discount", *FLAGS)
@@ -1203,6 +1204,28 @@ def test_rewards_of_any_number_of_dimensions(function, shape, module):
     separate = [fields(compute(*entry, **options)) for entry in zip(*flat, strict=True)]
     for result, *expected in zip(results, *separate, strict=True):
         torch.testing.assert_close(result.flatten(2), torch.stack(expected, 2))
+
+
+@pytest.mark.parametrize("function", POSITIONAL)
+def test_a_coefficient_on_the_cpu_is_refused_while_a_graph_is_captured(function):
+    """A graph would copy it at each replay, from an address that the host may have reused by then."""
+    options, others = POSITIONAL[function]
+    names = ["discount"] + ["lambda_"] * ("lambda_" in inspect.signature(getattr(gs, function)).parameters)
+    for name in names:
+        scalar = torch.tensor(0.9)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            moved = {
+                key: torch.ones(x.shape, device="cuda") if isinstance(x, torch.Tensor) else x
+                for key, x in options.items()
+            }
+            tensors = {key: torch.ones(3, 4 + more, device="cuda") for key, more in ({"rewards": 0} | others).items()}
+            arguments = {**tensors, "discount": 0.5, **moved, name: scalar}
+            with (
+                seeming_to_capture(),
+                pytest.raises(ValueError, match=rf"^{function}: {name} must be a number or") as e,
+            ):
+                getattr(gs, function)(**arguments)
+        assert f"write {name} = {name}.to('cuda:0'), or {name} = {name}.item()" in str(e.value)
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ class Reader {
       require(low <= number && number <= 1, argument, given);
       return {};
     }
-    at::Tensor tensor = constant(argument, given, ordinary(argument, given, /*may_be_cpu_scalar=*/true));
+    at::Tensor tensor = constant(argument, given, ordinary(argument, given));
     const int64_t num_steps = per_step ? steps : 1;
     const int64_t sizes[2] = {is_batch_first ? rows : num_steps, is_batch_first ? num_steps : rows};
     require(has_element(tensor) && (tensor.dim() == 0 || tensor.dim() == 2), argument, given);
@@ -158,7 +158,7 @@ class Reader {
   }
 
   // A tensor that PyTorch negates lazily is negated here.
-  at::Tensor ordinary(const char* argument, py::handle given, bool may_be_cpu_scalar = false) const {
+  at::Tensor ordinary(const char* argument, py::handle given) const {
     if (given.is_none()) {
       return {};
     }
@@ -167,8 +167,7 @@ class Reader {
     require(is_readable(lazy), argument, given);
     at::Tensor tensor = lazy.is_neg() ? lazy.resolve_neg() : lazy;
     require(!has_tangent(tensor) || has_only_keys(tensor._fw_grad(/*level=*/0), {}), argument, given);
-    const bool is_near = tensor.device() == device || (may_be_cpu_scalar && tensor.dim() == 0 && tensor.is_cpu());
-    require(is_near, argument, given);
+    require(tensor.device() == device, argument, given);
     return tensor;
   }
 
