@@ -161,7 +161,7 @@ GRADSCALE_DEVICE void walk_chunk(
   const auto walk_checked = [&](A y) { // returns y after the warp's steps
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) {
-      ys[k] = walk_lanes<F>(step_maps[k], lane_maps[k], y, lane);
+      ys[k] = walk_lanes<F>(steps[k], step_maps[k], lane_maps[k], y, lane);
       y = __shfl_sync(kWholeWarp, ys[k], kLast<F>);
     }
     return y;

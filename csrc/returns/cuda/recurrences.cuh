@@ -232,16 +232,32 @@ GRADSCALE_DEVICE Map<A> composed_lanes(const Map<A>& map, int lane) {
   return {a, b};
 }
 
-// Returns y of each lane, given its step's map, the map that composed_lanes() returns, and y of the step before the
-// first. If a y is not finite, the lanes compute theirs again, one after the other.
+// Returns y of each lane, given its step, the step's map, the map that composed_lanes() returns, and y of the step
+// before the first. If a y is not finite, the maps are composed again with selection, so that y keeps its bits where
+// only other episodes have numbers that are not finite. Lanes whose y is still not finite walk their steps, one after
+// the other.
 template <class F, class A>
-GRADSCALE_DEVICE A walk_lanes(const Map<A>& map, const Map<A>& prefix, A carry, int lane) {
+GRADSCALE_DEVICE A
+walk_lanes(const Transition<OneLane<A>>& s, const Map<A>& map, const Map<A>& prefix, A carry, int lane) {
   A y = prefix.a + prefix.b * carry;
   if (__any_sync(kWholeWarp, !is_finite(y))) {
+    A a = map.a, b = map.b;
+    int is_cut = map.b == 0; // b is 0 by itself, and not because a product underflows
+#pragma unroll 1
+    for (int distance = 1; distance < kWarpSize; distance *= 2) {
+      const A other_a = shifted<F>(a, distance), other_b = shifted<F>(b, distance);
+      const int other_is_cut = shifted<F>(is_cut, distance);
+      if (turn_of<F>(lane) >= distance && is_cut == 0) {
+        a += b * other_a;
+        b *= other_b;
+        is_cut = other_is_cut;
+      }
+    }
+    y = is_cut != 0 ? a : a + b * carry;
 #pragma unroll 1
     for (int turn = 0; turn < kWarpSize; ++turn) {
-      if (turn_of<F>(lane) == turn) {
-        y = applied(map, carry);
+      if (turn_of<F>(lane) == turn && !is_finite(y)) {
+        y = walked<F, OneLane<A>>(s, map, carry);
       }
       carry = __shfl_sync(kWholeWarp, y, turn_of<F>(turn));
     }
@@ -251,8 +267,9 @@ GRADSCALE_DEVICE A walk_lanes(const Map<A>& map, const Map<A>& prefix, A carry, 
 
 // The warps of a block apply their maps one after the other. `before` is y before this thread's steps, and `last` is y
 // after the steps of the last warp.
-template <class A, int count>
-GRADSCALE_DEVICE void walk_warps(const Map<A> (&maps)[count], A* shared, A carry, A& before, A& last) {
+template <class F, class A, int count>
+GRADSCALE_DEVICE void walk_warps(
+    const Transition<OneLane<A>> (&steps)[count], const Map<A> (&maps)[count], A* shared, A carry, A& before, A& last) {
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize, lane = static_cast<int>(threadIdx.x) % kWarpSize;
   for (int w = 0; w < kWarps; ++w) {
     if (w == warp) {
@@ -260,7 +277,7 @@ GRADSCALE_DEVICE void walk_warps(const Map<A> (&maps)[count], A* shared, A carry
       A y = before;
 #pragma unroll
       for (int k = 0; k < count; ++k) {
-        y = applied(maps[k], y);
+        y = walked<F, OneLane<A>>(steps[k], maps[k], y);
       }
       shared[threadIdx.x] = y;
     }
@@ -313,7 +330,7 @@ GRADSCALE_DEVICE void walk_along(
       Transition<L>& s = steps[k];
       link(s, row.later_in_lanes(s, beyond[k], t, lane));
       const Map<A> map = F::template map<L>(s);
-      const A y = walk_lanes<F>(map, composed_lanes<F>(map, lane), carry, lane);
+      const A y = walk_lanes<F>(s, map, composed_lanes<F>(map, lane), carry, lane);
       A before = A(0);
       if constexpr (kReadsEarlier<F>) {
         before = earlier<F>(y, lane, carry);
@@ -370,7 +387,7 @@ recur_short(GRADSCALE_ARGUMENT(ReturnsCall) call) {
       Transition<L>& s = steps[k];
       link(s, row.later_in_lanes(s, Later<A>(), lane, lane));
       const Map<A> map = F::template map<L>(s);
-      const A y = walk_lanes<F>(map, composed_lanes<F>(map, lane), A(0), lane);
+      const A y = walk_lanes<F>(s, map, composed_lanes<F>(map, lane), A(0), lane);
       const A before = kReadsEarlier<F> ? earlier<F>(y, lane, A(0)) : A(0);
       A out[kOutputs];
       F::template results<L>(s, y, before, out);
@@ -424,13 +441,13 @@ GRADSCALE_DEVICE void walk_across(
   }
   __syncthreads();
   if (__any_sync(kWholeWarp, !is_finite(next))) { // the same in all warps; finite only if y of every warp is
-    walk_warps(maps, shared_a, carry, y, next);
+    walk_warps<F>(steps, maps, shared_a, carry, y, next);
   }
   carry = next;
 #pragma unroll
   for (int k = 0; k < kAhead; ++k) {
     const Transition<L>& s = steps[k];
-    const A own = applied(maps[k], y);
+    const A own = walked<F, L>(s, maps[k], y);
     A out[kOutputs];
     F::template results<L>(s, own, y, out);
     if (whole || (is_row && first + k < row.steps)) {
