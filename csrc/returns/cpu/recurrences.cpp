@@ -153,8 +153,8 @@ struct VectorLanes {
   static GRADSCALE_HOST_DEVICE V product(V c, V d) {
     const V p = c * d;
     const M is_underflow = (M)(p == 0) & (M)(c != 0) & (M)(d != 0);
-    constexpr A kLeast = std::is_same_v<A, double> ? A(4.9406564584124654e-324) : A(1.4e-45f);
-    const M sign = (M)p, least = (M)splat(kLeast); // a product of 0 has no bits but its sign
+    // A product of 0 has no bits but its sign.
+    const M sign = (M)p, least = (M)splat(OneLane<A>::underflow(A(1)));
     return (V)(sign | (least & is_underflow));
   }
   static GRADSCALE_HOST_DEVICE void store(A* to, V x) {
