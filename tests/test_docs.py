@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,15 +32,12 @@ def test_there_are_snippets():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("snippet", SNIPPETS)
 def test_snippets_run(snippet, monkeypatch, tmp_path):
-    """Run each snippet in an empty namespace, with the environment of a distributed job that has one process."""
+    """Run each snippet in an empty namespace, as `python script.py` does: without the environment of torchrun."""
     for name in OPTIONAL:
         if re.search(rf"^(?:from|import) \S*{name}", snippet, re.MULTILINE):
             pytest.importorskip(name)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "RANK": "0", "WORLD_SIZE": "1"}
-    for name, value in job.items():
-        monkeypatch.setenv(name, value)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -48,6 +46,14 @@ def test_snippets_run(snippet, monkeypatch, tmp_path):
     # for threads that may need the GIL to free the tensors of the last collective.
     namespaces.append(namespace)
     exec(compile(snippet, "snippet", "exec"), namespace)
+
+
+@pytest.mark.parametrize("snippet", [param for param in SNIPPETS if "init_process_group" in param.values[0]])
+def test_distributed_snippets_run_under_torchrun(snippet, tmp_path):
+    (tmp_path / "script.py").write_text(snippet)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
+    done = subprocess.run(torchrun, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_old_and_new_code_of_the_readme_agree():
@@ -140,6 +146,30 @@ def test_the_api_pages_show_the_signatures():
             assert [p.default for p in found.values()] == pytest.approx(defaults), name
         else:
             assert name == "GradientMonitorCallback" or not shown
+
+
+def test_public_signatures_show_arguments_that_users_can_give():
+    """`*name` and `**name` appear only where the docstring says what they accept."""
+    for name in gs.__all__:
+        entry = getattr(gs, name)
+        for parameter in inspect.signature(entry).parameters.values() if callable(entry) else ():
+            if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+                assert re.search(rf"^ *\**{parameter.name}: ", inspect.getdoc(entry), re.MULTILINE), (name, parameter)
+
+
+def test_no_line_of_the_api_is_only_punctuation():
+    for page in sorted((ROOT / "docs" / "api").glob("*.md")):
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        assert not re.findall(r"^[^\w\n|]+$|^- `[^`]*`:\s*$", text, re.MULTILINE), page.name
+
+
+def test_the_design_page_names_every_subject():
+    text = (ROOT / "docs" / "design.md").read_text()
+    subjects = {path.parent.name for path in (ROOT / "csrc").glob("*/*.cpp")} - {"cpu", "cuda", "torch"}
+    for sentence in re.findall(r"(?s)Dependencies point down: .*? do not depend|Each subject of `csrc/` \(.*?\)", text):
+        listed = {name.removeprefix("csrc/") for name in re.findall(r"`([\w/]+)`", sentence)}
+        assert subjects - listed <= {"loss"}, sentence  # the loss depends on `support`
+    assert subjects == set(re.findall(r"`(\w+)`", re.search(r"Each subject of `csrc/` (\(.*?\))", text, re.DOTALL)[1]))
 
 
 def test_the_index_has_the_names_that_users_search_for():
