@@ -63,10 +63,10 @@ def import_torch():  # type: ignore[no-untyped-def]
         raise SystemExit(
             "gradscale_ext: PyTorch is not installed, and this extension is compiled against it. Install it into the "
             "same environment first:\n"
-            f"    python -m pip install '{TORCH}'\n"
+            f"    python -m pip install '{TORCH}' numpy\n"
             "    python -m pip install .\n"
             "With uv, in an activated environment:\n"
-            f"    uv pip install '{TORCH}'\n"
+            f"    uv pip install '{TORCH}' numpy\n"
             "    uv pip install .\n"
             "or, in the pyproject.toml of a project that depends on gradscale_ext, with its release of PyTorch:\n"
             "    [tool.uv.extra-build-dependencies]\n"

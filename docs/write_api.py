@@ -79,7 +79,10 @@ def parameters(node: Definition) -> list[str]:
         written.append(f"*{arguments.vararg.arg if arguments.vararg else ''}")
     only = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     written += [with_default(argument.arg, default) for argument, default in only]
-    return [*written, f"**{arguments.kwarg.arg}"] if arguments.kwarg else written
+    written += [f"**{arguments.kwarg.arg}"] if arguments.kwarg else []
+    hidden = [re.search(r"without_parameter\('(\w+)'\)", ast.unparse(decorator)) for decorator in node.decorator_list]
+    names = [found[1] for found in hidden if found]
+    return [parameter for parameter in written if parameter.lstrip("*") not in names]
 
 
 def with_default(name: str, default: ast.expr | None) -> str:

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import torch
 
 from . import _context
+from ._context import Function
 
 #: How to install something into this environment; environments of uv have no pip. (find_spec("pip") would keep
 #: setuptools from being imported later.)
 _HAS_PIP = any(os.path.isdir(os.path.join(folder, "pip")) for folder in sys.path)
 INSTALL = "python -m pip install" if _HAS_PIP else "uv pip install"
+
+
+def without_parameter(name: str) -> Callable[[Function], Function]:
+    """Hide a parameter that accepts arguments only to refuse them from the signature that Python and the docs show."""
+
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+        shown = [parameter for parameter in signature.parameters.values() if parameter.name != name]
+        function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+        return function
+
+    return decorate
 
 
 def remedy_for_type(value: object, name: str = "it") -> str:

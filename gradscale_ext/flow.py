@@ -70,6 +70,7 @@ def scale_gradient(x: Tree, scale: float | torch.Tensor) -> Tree:
     return _apply("scale_gradient", _C.scale_gradient, x, _flow_checks.real("scale_gradient", "scale", scale))  # type: ignore[no-any-return]
 
 
+@_remedies.without_parameter("other")
 def reverse_gradient(x: Tree, scale: float | torch.Tensor = 1.0, **other: NoReturn) -> Tree:
     """Return `x` unchanged; the gradient that flows back through the result is multiplied by ``-scale``.
 
@@ -302,6 +303,7 @@ class ReverseGradient(_Operator):
 
     scale: torch.Tensor
 
+    @_remedies.without_parameter("other")
     def __init__(self, scale: float | torch.Tensor = 1.0, **other: NoReturn) -> None:
         """Keep the scale."""
         super().__init__()

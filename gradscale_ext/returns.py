@@ -225,7 +225,7 @@ def generalized_advantages(
 ) -> GeneralizedAdvantages:
     """Generalized advantage estimation, GAE (Schulman et al. 2016, equation 16), as PPO uses it.
 
-    ::
+    With B_t and a cut as in `lambda_returns`::
 
         δ_t = r_t + γ_t B_t - V(s_t);    A_t = δ_t + γ_t λ_t A_{t+1};    at a cut  δ_t
 

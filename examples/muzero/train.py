@@ -231,14 +231,14 @@ def train(training: Training, checkpoint: Path, max_seconds: float, monitor: boo
     total = training.configuration.training_steps
     begun, interrupted, is_first = training.step_number, False, training.ranks.rank == 0
     if training.finished or training.seconds >= max_seconds:
-        print(f"this run has finished, after step {begun}; evaluating it again (--fresh deletes it and starts again)")
+        print(f"this run has finished, after {begun} steps of the games; evaluating it again (--fresh starts it anew)")
         return
     # The number of steps, the time or a solved game ends the run: the bar shows the one that is closest to its end.
     interval = 0.5 if sys.stderr.isatty() else 20
     form = "{percentage:3.0f}%|{bar:20}| {desc}"
     with contextlib.ExitStack() as stack:
         interruption = stack.enter_context(Interruption())  # before libraries that swallow exceptions
-        print(f"continuing from step {begun}" if begun else "starting a run", f"in {checkpoint.parent}")
+        print(f"continuing from step {begun} of the games" if begun else "starting a run", f"in {checkpoint.parent}")
         bar = stack.enter_context(
             tqdm(total=1.0, mininterval=interval, miniters=0, bar_format=form, disable=not is_first)
         )
@@ -264,10 +264,14 @@ def train(training: Training, checkpoint: Path, max_seconds: float, monitor: boo
         raise KeyboardInterrupt
     if training.solved:
         print(
-            f"solved after step {training.step_number}: mean return {training.mean_return:.0f} over the latest episodes"
+            f"solved after {training.step_number} steps of the games and {training.learner_steps} learner steps: mean "
+            f"return {training.mean_return:.0f} over the latest episodes"
         )
     elif not training.finished:
-        print(f"time is up after step {training.step_number} of {total} (--max-minutes)")
+        print(
+            f"time is up after {training.step_number} of {total} steps of the games and {training.learner_steps} "
+            "learner steps (--max-minutes)"
+        )
 
 
 @contextlib.contextmanager

@@ -169,7 +169,7 @@ class Training:
         described = f"mean return {mean:.1f}" if math.isinf(goal) else f"mean return {mean:.0f} of {goal:.0f}"
         return {
             described: min(episodes / EPISODES_TO_SOLVE, mean / goal),
-            f"step {self.step_number} of {total}": self.step_number / total,
+            f"step {self.step_number} of {total} of the games": self.step_number / total,
             f"{self.seconds / 60:.1f} of {max_seconds / 60:g} minutes": self.seconds / max_seconds,
         }
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .. import _context, _distributed, _numbers, reference
+from .. import _context, _distributed, _numbers, _remedies, reference
 from .._native import _C, DEVICE_TYPES, Refusal, warn_of_reference
 from ..call.checks import as_dict, check_choice, is_mapping
 from ..call.options import (
@@ -340,6 +340,7 @@ class MultiStepLoss(torch.nn.Module):
     ['policy', 'reward', 'value']
     """
 
+    @_remedies.without_parameter("mapping")
     def __init__(self, /, *mapping: Mapping[str, Head], **heads: Head) -> None:
         """Keep the heads."""
         super().__init__()
