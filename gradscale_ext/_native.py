@@ -86,8 +86,6 @@ for _name in (
     "l2_loss",
     "returns",
     "muzero_targets",
-    "standardize",
-    "percentiles",
 ):
     setattr(_C, _name, _seen(getattr(_C, _name)))
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+import numbers
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import _context, _distributed, _numbers, _tensors
 from ._buffers import ModuleWithNumbers
-from ._native import _C, Refusal
 from ._ranks import gathered, group_of, is_mapped
 from ._trajectories import result_dtype
 
@@ -18,119 +18,158 @@ def standardize(
     x: torch.Tensor,
     *,
     mask: torch.Tensor | None = None,
+    dim: int | tuple[int, ...] | None = None,
+    scale: bool = True,
+    leave_one_out: bool = False,
+    correction: float = 0,
     eps: float = 1e-8,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """``(x - mean) / (std + eps)`` over the unmasked entries of all dimensions: the advantage normalization of PPO.
+    """``(x - mean) / (std + eps)`` over the unmasked entries: the advantage normalization of PPO, GRPO and RLOO.
 
-    With n the number of unmasked entries, the standard deviation equals ``x.std(unbiased=False)``::
+    With n the number of unmasked entries of all dimensions, or of a slice over the dimensions `dim`::
 
-        mean = sum x / n;    std = sqrt(sum (x - mean)^2 / n)
+        mean = sum x / n;    std = sqrt(sum (x - mean)^2 / max(n - correction, 1))
 
     Args:
         x: any shape, float64, float32, bfloat16 or float16.
         mask: bool, of the shape of `x`. Masked entries do not count, also if they are NaN or inf.
+        dim: a dimension or several: each slice over them is standardized by itself, as the answers to a prompt in GRPO,
+            ``dim=1`` of `[prompts, answers]`. None: all dimensions.
+        scale: False: only ``x - mean``.
+        leave_one_out: subtract the mean of the other unmasked entries, ``n / (n - 1) (x - mean)``, as RLOO does; with
+            ``scale=False`` only.
+        correction: at least 0; the default 0 gives ``x.std(unbiased=False)``, and 1 gives ``x.std()``.
         eps: added to the standard deviation, at least 0.
         process_group: ranks whose entries count together; their shapes may differ. Every rank must make the call, which
-            has one collective: an all-gather of four numbers of each rank.
+            has one collective: an all-gather of four numbers of each rank. Not with `dim`.
 
     Returns:
-        The shape of `x`, float64 if `x` is float64, else float32. Masked entries are exactly 0. All entries are 0, with
-        a gradient of 0, if all unmasked entries are equal, as a single one is. Differentiable with respect to `x`; with
-        a process group through the entries of this rank; the entries of other ranks are constants.
+        The shape of `x`, float64 if `x` is float64, else float32. Masked entries are exactly 0. All entries are 0 if
+        all unmasked entries are equal, as a single one is; with ``scale=True`` their gradient is 0, too. Differentiable
+        with respect to `x`; with a process group through the entries of this rank; the entries of other ranks are
+        constants.
 
     Raises:
         TypeError: an argument is of the wrong type or dtype.
-        ValueError: the mask has another shape or device, `eps` is negative or not finite, or a process group is given
+        ValueError: the mask has another shape or device; `dim` is no dimension of `x`, or names one twice; `eps` or
+            `correction` is negative or not finite; `leave_one_out` with ``scale=True``; a process group with `dim`, or
             with a DTensor, whose entries on all ranks count without one.
         NotImplementedError: a process group inside of `torch.func.vmap`.
 
     An unmasked entry is subtracted before the sums, which are computed in float64 where the device has it, so that
-    advantages of 1e6 ± 1 keep their digits. An unmasked NaN makes every unmasked entry NaN. Nothing waits for the
-    device.
+    advantages of 1e6 ± 1 keep their digits. An unmasked NaN makes every unmasked entry of its slice NaN. Nothing waits
+    for the device.
 
-    PPO (Schulman et al. 2017) is usually written with ``advantages.std()``, which divides by n - 1. TRL and verl call
-    this "whitening" with a mask, and add their eps to the variance, inside of the square root.
+    PPO (Schulman et al. 2017) is usually written with ``advantages.std()``, which divides by n - 1: ``correction=1``.
+    TRL and verl call this "whitening" with a mask, and add their eps to the variance, inside of the square root.
 
-    Related names: advantage normalization, whitening, `masked_whiten` (TRL), z-score.
+    Related names: advantage normalization, whitening, `masked_whiten` (TRL), z-score, group-relative advantages (GRPO),
+    leave-one-out baseline (RLOO).
 
     >>> advantages = torch.tensor([[1.0, 3.0, 5.0, 9.0]])
     >>> standardize(advantages, mask=torch.tensor([[True, False, True, False]]))
     tensor([[-1.,  0.,  1.,  0.]])
+    >>> standardize(advantages, dim=1, scale=False, leave_one_out=True)
+    tensor([[-4.6667, -2.0000,  0.6667,  6.0000]])
     """
-    eps = _numbers.real("standardize: eps", eps)
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"standardize: eps must be finite and at least 0, but it is {eps}")
-    # The usual call has a kernel, on the CPU.
-    if process_group is None and _context.is_eager():
-        found = _C.standardize(x, mask, eps)
-        if not isinstance(found, Refusal):
-            is_recorded = x.requires_grad and torch.is_grad_enabled()
-            return _Standardized.apply(x, mask, eps, [found]) if is_recorded else found  # type: ignore[no-untyped-call]
+    eps, correction = _not_negative("eps", eps), _not_negative("correction", correction)
+    _numbers.check_flag("standardize: scale", scale)
+    _numbers.check_flag("standardize: leave_one_out", leave_one_out)
+    if leave_one_out and scale:
+        raise ValueError("standardize: leave_one_out=True has no standard deviation to divide by; write scale=False")
     _tensors.check_floats("standardize", "x", x)
     if mask is not None:
         _tensors.check_mask("standardize", mask, "x", x)
+    dims = _dimensions(x, dim)
     group, size = group_of("standardize", process_group)
+    if group and dims:
+        raise ValueError(
+            "standardize: process_group counts the entries of all dimensions, but dim is given; leave out one of both"
+        )
+    options: dict[str, Any] = {"scale": scale, "leave_one_out": leave_one_out, "correction": correction, "eps": eps}
     if _distributed.mesh_of(x, mask) is not None:
         _tensors.refuse_group("standardize", group, "x", x, mask)
-        return _distributed.by_whole(lambda x, mask: standardize(x, mask=mask, eps=eps), x, mask)  # type: ignore[no-any-return]
+        return _distributed.by_whole(lambda x, mask: standardize(x, mask=mask, dim=dim, **options), x, mask)  # type: ignore[no-any-return]
     if x.numel() == 0:
         if not group:
             return x.to(result_dtype(x), copy=True)
         one, none = x.new_zeros(1), x.new_zeros(1, dtype=torch.bool)  # for the collective
-        return standardize(one, mask=none, eps=eps, process_group=process_group)[:0].view(x.shape)
-    centred, std = _moments(x, mask, group, size, process_group)
-    standardized = (centred / _divisor(std, eps)).to(result_dtype(x))
-    return standardized if mask is None else torch.where(mask, standardized, 0)
+        return standardize(one, mask=none, process_group=process_group, **options)[:0].view(x.shape)
+    flags = None if mask is None else _rows(mask, dims)
+    centred, count, std = _moments(_rows(x, dims), flags, correction, group, size, process_group, has_std=scale)
+    if std is not None:
+        divisor = std + eps
+        # A reciprocal is faster, and has room enough for the other dtypes.
+        centred = centred / divisor if x.dtype == centred.dtype else centred * divisor.reciprocal()
+    elif leave_one_out:
+        centred = centred * (count / _at_least_one(count - 1))
+    result = centred.to(result_dtype(x))
+    if flags is not None:
+        result = torch.where(flags, result, 0)
+    if not dims:
+        return result.reshape(x.shape)
+    sizes = [x.shape[each] for each in dims]
+    return torch.unflatten(result, -1, sizes).movedim(_last(dims), dims)
 
 
-def _divisor(std: torch.Tensor, eps: float) -> torch.Tensor:
-    """Entries that are all equal are zeros, and an infinite divisor makes their gradient 0."""
-    return torch.where(std == 0, math.inf, std + eps)
+def _not_negative(name: str, value: Any) -> float:
+    number = _numbers.real(f"standardize: {name}", value)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"standardize: {name} must be finite and at least 0, but it is {number}")
+    return number
 
 
-class _Standardized(torch.autograd.Function):
-    """Records a result of the kernel, which has another kernel for the gradient."""
+def _dimensions(x: torch.Tensor, dim: Any) -> tuple[int, ...]:
+    """The dimensions of each slice, from 0; empty if the slice is the tensor."""
+    if dim is None:
+        return ()
+    given = tuple(dim) if isinstance(dim, tuple | list) else (dim,)
+    for each in given:
+        if isinstance(each, bool) or not isinstance(each, numbers.Integral):
+            raise TypeError(
+                f"standardize: dim must be an integer, a tuple of integers or None, but it is {dim!r}"
+                if isinstance(dim, tuple | list | bool | float)
+                else f"standardize: dim must be an integer, a tuple of integers or None, but it is of type "
+                f"{type(dim).__name__}"
+            )
+    end = max(x.dim(), 1)
+    dims = tuple(int(each) + end if each < 0 else int(each) for each in given)
+    if not all(0 <= each < end for each in dims):
+        raise ValueError(
+            f"standardize: dim must be from {-end} to {end - 1} for x of {x.dim()} dimensions, but it is {dim}"
+        )
+    if len(set(dims)) != len(dims) or not dims:
+        raise ValueError(
+            f"standardize: dim must name each dimension once, and at least one, but it is {dim}; None names all"
+        )
+    return dims if x.dim() else ()
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, mask: torch.Tensor | None, eps: float, found: list[torch.Tensor]
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, None if mask is None else _context.saveable(mask))
-        ctx.eps = eps
-        return found[0]
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        x, mask = ctx.saved_tensors
-        if _context.is_eager() and not torch.is_grad_enabled():
-            found = _C.standardize_gradient(x, mask, ctx.eps, gradient)
-            if not isinstance(found, Refusal):
-                return found, None, None, None
-        return _gradient(x, mask, ctx.eps, gradient), None, None, None
+def _last(dims: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(range(-len(dims), 0))
 
 
-def _gradient(x: torch.Tensor, mask: torch.Tensor | None, eps: float, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient of `x` in operations that autograd records. With u = (x - mean) / std::
+def _rows(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    """The slices as rows of the last dimension; a single row if `dims` is empty."""
+    return x.movedim(dims, _last(dims)).flatten(-len(dims)) if dims else x.flatten()
 
-    (g - mean g - u std / (std + eps) mean(g u)) / (std + eps)
-    """
-    centred, std = _moments(x, mask, "", 1, None)
-    divisor = _divisor(std, eps)
-    g = gradient.to(centred.dtype)
-    if mask is None:
-        u, count = centred / torch.where(std == 0, 1, std), torch.full_like(std, x.numel())
-    else:
-        g, u = torch.where(mask, g, 0), torch.where(mask, centred, 0) / torch.where(std == 0, 1, std)
-        count = mask.sum().clamp(min=1)
-    result = (g - g.sum() / count - u * (std / divisor) * ((g * u).sum() / count)) / divisor
-    return (result if mask is None else torch.where(mask, result, 0)).to(x.dtype)
+
+def _at_least_one(number: float | torch.Tensor) -> Any:
+    return number.clamp(min=1) if isinstance(number, torch.Tensor) else max(number, 1)
 
 
 def _moments(
-    x: torch.Tensor, mask: torch.Tensor | None, group: str, size: int, process_group: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The unmasked entries less their mean, in the widest dtype, and the standard deviation.
+    x: torch.Tensor,
+    mask: torch.Tensor | None,
+    correction: float,
+    group: str,
+    size: int,
+    process_group: Any,
+    has_std: bool,
+) -> tuple[torch.Tensor, Any, torch.Tensor | None]:
+    """The entries of each row less their mean, in the widest dtype; the number of unmasked entries; and the standard
+    deviation, infinite if it is 0, so that quotients and their gradients are 0.
 
     An entry, which all ranks subtract from their own first, makes the differences small where all entries are large. It
     is not detached, and neither is the unit of `_root_mean_square`, although their gradients are 0 up to rounding: a
@@ -138,46 +177,48 @@ def _moments(
     """
     wide = _context.widest(x.device)
     entries = x.to(wide)
-    count: int | torch.Tensor = x.numel()
     if mask is None:
-        first, divisor = entries.flatten()[0], count
+        count: Any = x.shape[-1]
+        if not _context.is_eager():  # torch.compile cannot divide a tensor of vmap by a number that varies
+            count = _context.as_tensor(count, x.device)
+        first = entries[..., :1]
         deviations = entries - first
     else:
-        # An index with a dimension, because the host would read an index without one.
-        found = mask.flatten().to(torch.uint8).argmax(0, keepdim=True)
-        first, count = entries.flatten().gather(0, found).view(()), mask.sum()
-        deviations, divisor = torch.where(mask, entries - first, 0), count.clamp(min=1)
-    mean = deviations.sum() / divisor
-    centred = deviations - mean
-    counted = centred if mask is None else torch.where(mask, centred, 0)
-    std = _root_mean_square(counted, None, divisor, is_safe=x.dtype != wide)
+        count = mask.sum(-1, keepdim=True).to(wide)
+        first = entries.gather(-1, mask.max(-1, keepdim=True).indices)
+        deviations = torch.where(mask, entries - first, 0)
+    mean = deviations.sum(-1, keepdim=True) / _at_least_one(count)
+    centred = deviations - (mean if mask is None else mean * mask)
+    std: torch.Tensor | None = None
+    if has_std or group:
+        divisor = _at_least_one(count - (0 if group else correction))
+        std = _root_mean_square(centred, None, divisor, is_safe=x.dtype != wide)
     if group:
-        number = count.to(wide) if isinstance(count, torch.Tensor) else torch.full_like(mean, count)
-        counts, firsts, means, stds = _columns(torch.stack([number, first, mean, std]), group, size, process_group)
+        assert std is not None
+        own = torch.cat([torch.ones_like(mean) * count, first, mean, torch.where(std == math.inf, 0, std)])
+        counts, firsts, means, stds = _columns(own, group, size, process_group)
         offsets = torch.where(counts > 0, firsts - first + means, 0)
-        total = counts.sum().clamp(min=1)
-        mean = (counts * offsets).sum() / total
+        count = _at_least_one(counts.sum())
+        mean = (counts * offsets).sum() / count
         centred = deviations - mean
         spread = torch.cat([stds, offsets - mean])
-        std = _root_mean_square(spread, torch.cat([counts, counts]), total, is_safe=False)
-    return centred, std
+        divisor = _at_least_one(count - correction)
+        std = _root_mean_square(spread, torch.cat([counts, counts]), divisor, is_safe=False)
+    return centred, count, std if has_std else None
 
 
-def _root_mean_square(
-    x: torch.Tensor, times: torch.Tensor | None, count: int | torch.Tensor, is_safe: bool
-) -> torch.Tensor:
-    """√(Σ times x² / count), with a gradient of 0 where it is 0. Unless squares can neither overflow nor
-    underflow, the numbers are divided by the largest first."""
+def _root_mean_square(x: torch.Tensor, times: torch.Tensor | None, count: Any, is_safe: bool) -> torch.Tensor:
+    """√(Σ times x² / count) of each row, and inf, with a gradient of 0, where all x are 0. Unless squares can neither
+    overflow nor underflow, the numbers are divided by the largest first."""
     unit: torch.Tensor | None = None
     if not is_safe:
-        largest = x.abs().amax()
+        largest = x.abs().amax(-1, keepdim=True)
         unit = torch.where(largest == 0, 1, largest)
         x = x / unit
     squares = x * x if times is None else times * x * x
-    mean = squares.sum() / count
-    is_zero = mean == 0
-    root = torch.where(is_zero, 1, mean).sqrt()
-    return torch.where(is_zero, 0, root if unit is None else unit * root)
+    mean = squares.sum(-1, keepdim=True) / count
+    root: torch.Tensor = mean.masked_fill(mean.logical_not(), math.inf).sqrt()
+    return root if unit is None else unit * root
 
 
 def _columns(own: torch.Tensor, group: str, size: int, process_group: Any) -> Any:
@@ -315,13 +356,6 @@ class ReturnScale(ModuleWithNumbers):
 
     def _update(self, returns: torch.Tensor, mask: torch.Tensor | None) -> None:
         running, in_group = self.running_percentiles, bool(self._group[0])
-        if not in_group and _context.is_eager():
-            found = _C.percentiles(returns, mask, self.low, self.high)
-            if not isinstance(found, Refusal):
-                if found[0] is not None:
-                    running.mul_(self.decay).add_(found[0], alpha=1 - self.decay)
-                    self.num_updates.add_(1)
-                return
         # Entries that do not count are inf, and at the end after sorting.
         entries = torch.where(_counts(returns, mask), returns, math.inf).flatten()
         if in_group:

@@ -289,62 +289,6 @@ py::object muzero_targets_in_eager_mode(
   });
 }
 
-// Numbers of any shape, and a mask, both contiguous and on the CPU.
-struct NumbersAndMask {
-  at::Tensor numbers;
-  at::Tensor mask; // undefined if None is given
-};
-
-const at::Tensor& on_cpu(const char* argument, py::handle given) {
-  Reader::require(THPVariable_CheckExact(given.ptr()), argument, given);
-  const at::Tensor& tensor = THPVariable_Unpack(given.ptr());
-  if (!tensor.is_cpu()) { // there is no kernel
-    throw Refusal{};
-  }
-  Reader::require(ordinary_tensor(tensor), argument, given);
-  return tensor;
-}
-
-NumbersAndMask numbers_and_mask(py::handle numbers, py::handle mask) {
-  require_ordinary_context();
-  const at::Tensor& x = on_cpu("x", numbers);
-  Reader::require(has_element(x), "x", numbers);
-  const at::NoGradGuard no_grad;
-  if (mask.is_none()) {
-    return {x.contiguous(), {}};
-  }
-  const at::Tensor& flags = on_cpu("mask", mask);
-  Reader::require(is_bool(flags.scalar_type()) && flags.sizes() == x.sizes(), "mask", mask);
-  return {x.contiguous(), flags.contiguous()};
-}
-
-py::object standardize_in_eager_mode(py::handle x, py::handle mask, double eps) {
-  return answer([&] {
-    const NumbersAndMask given = numbers_and_mask(x, mask);
-    return without_gil([&] { return standardize(given.numbers, given.mask, eps); });
-  });
-}
-
-py::object standardize_gradient_in_eager_mode(py::handle x, py::handle mask, double eps, py::handle gradient) {
-  return answer([&] {
-    const NumbersAndMask given = numbers_and_mask(x, mask);
-    const at::Tensor& tensor = on_cpu("gradient", gradient);
-    const at::ScalarType dtype = given.numbers.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-    const bool fits = tensor.scalar_type() == dtype && tensor.sizes() == given.numbers.sizes();
-    Reader::require(fits, "gradient", gradient);
-    return without_gil([&] { return standardize_gradient(given.numbers, given.mask, eps, tensor.contiguous()); });
-  });
-}
-
-// A tuple of the percentiles, or of None if no entry counts.
-py::object percentiles_in_eager_mode(py::handle x, py::handle mask, double low, double high) {
-  return answer([&] {
-    const NumbersAndMask given = numbers_and_mask(x, mask);
-    const py::object found = without_gil([&] { return percentiles(given.numbers, given.mask, low, high); });
-    return py::make_tuple(found);
-  });
-}
-
 } // namespace
 
 void define_returns(py::module_& m) {
@@ -353,9 +297,6 @@ void define_returns(py::module_& m) {
     functions[function.name] = function.num_results;
   }
   m.attr("functions_over_trajectories") = functions;
-  m.def("standardize", &standardize_in_eager_mode);
-  m.def("standardize_gradient", &standardize_gradient_in_eager_mode);
-  m.def("percentiles", &percentiles_in_eager_mode);
   m.def("returns", &returns_in_eager_mode);
   m.def("muzero_targets", &muzero_targets_in_eager_mode);
 }

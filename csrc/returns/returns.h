@@ -132,17 +132,6 @@ struct MuZeroWindows {
 // (values, rewards, mask, policy_mask); empty if a row of a checked call is invalid.
 std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows);
 
-// Standardizes the entries for which `mask`, which may be undefined, is true. The tensors are contiguous, plain, on the
-// CPU and of the same shape. No gradients are recorded.
-at::Tensor standardize(const at::Tensor& x, const at::Tensor& mask, double eps);
-
-// The gradient of `x`, in its dtype. `gradient` is the gradient of the result, contiguous and of its dtype.
-at::Tensor standardize_gradient(const at::Tensor& x, const at::Tensor& mask, double eps, const at::Tensor& gradient);
-
-// Computes two percentiles, `low` and `high` as fractions, of the finite entries for which `mask` is true, as [2] in
-// float64; undefined if there is none. The tensors are as for standardize().
-at::Tensor percentiles(const at::Tensor& x, const at::Tensor& mask, double low, double high);
-
 // Defines the functions that Python calls in eager mode.
 void define_returns(pybind11::module_& m);
 
