@@ -96,7 +96,7 @@ def standardize(
             return x.to(result_dtype(x), copy=True)
         one, none = x.new_zeros(1), x.new_zeros(1, dtype=torch.bool)  # for the collective
         return standardize(one, mask=none, process_group=process_group, **options)[:0].view(x.shape)
-    flags = None if mask is None else _rows(mask, dims)
+    flags = None if mask is None else _rows(_context.saveable(mask), dims)
     centred, count, std = _moments(_rows(x, dims), flags, correction, group, size, process_group, has_std=scale)
     if std is not None:
         divisor = std + eps
