@@ -87,12 +87,7 @@ struct Lanes {
 
 struct AllLanes {};
 
-// Lanes 0 to end - 1. The addresses of all 16 lanes must be valid.
-struct LanesBelow {
-  int end;
-};
-
-// Lanes `first` to 15. If loads and stores have masks, the addresses of the other lanes need not be valid.
+// Lanes `first` to 15. The addresses of all 16 lanes must be valid.
 struct LanesFrom {
   int first;
 };
@@ -114,13 +109,9 @@ inline __mmask16 mask_of(FirstLanes which) {
   return static_cast<__mmask16>((1u << which.count) - 1);
 }
 
-inline __mmask16 mask_of(LanesFrom which) {
-  return static_cast<__mmask16>(0xffffu << which.first);
-}
-
 // The selected lanes of x, and the other lanes of `otherwise`.
-template <class A, class Which>
-GRADSCALE_HOST_DEVICE Lanes<A> kept(Which which, Lanes<A> x, Lanes<A> otherwise) {
+template <class A>
+GRADSCALE_HOST_DEVICE Lanes<A> kept(FirstLanes which, Lanes<A> x, Lanes<A> otherwise) {
   const __mmask16 mask = mask_of(which);
   return Lanes<A>::each([&](size_t p) {
     if constexpr (std::is_same_v<A, float>) {
@@ -135,19 +126,14 @@ GRADSCALE_HOST_DEVICE Lanes<A> kept(Which which, Lanes<A> x, Lanes<A> otherwise)
 constexpr bool kHasMasks = false;
 
 template <class A>
-GRADSCALE_HOST_DEVICE Lanes<A> kept(LanesBelow which, Lanes<A> x, Lanes<A> otherwise) {
-  const Lanes<A> number = Lanes<A>::numbers(), end(static_cast<A>(which.end));
+GRADSCALE_HOST_DEVICE Lanes<A> kept(FirstLanes which, Lanes<A> x, Lanes<A> otherwise) {
+  const Lanes<A> number = Lanes<A>::numbers(), end(static_cast<A>(which.count));
   return Lanes<A>::each([&](size_t p) { return number.parts[p] < end.parts[p] ? x.parts[p] : otherwise.parts[p]; });
 }
 
 template <class A>
 GRADSCALE_HOST_DEVICE Lanes<A> kept(LanesFrom which, Lanes<A> x, Lanes<A> otherwise) {
-  return kept(LanesBelow{which.first}, otherwise, x);
-}
-
-template <class A>
-GRADSCALE_HOST_DEVICE Lanes<A> kept(FirstLanes which, Lanes<A> x, Lanes<A> otherwise) {
-  return kept(LanesBelow{which.count}, x, otherwise);
+  return kept(FirstLanes{which.first}, otherwise, x);
 }
 #endif
 
@@ -222,8 +208,8 @@ GRADSCALE_HOST_DEVICE void store_lanes(T* to, LanesOf<T> x) {
 }
 
 #if GRADSCALE_VECTOR_BYTES == 64
-template <class T, class Which>
-GRADSCALE_HOST_DEVICE LanesOf<T> load_masked(const T* from, Which which) {
+template <class T>
+GRADSCALE_HOST_DEVICE LanesOf<T> load_masked(const T* from, FirstLanes which) {
   const __mmask16 mask = mask_of(which);
   if constexpr (std::is_same_v<T, float>) {
     return Lanes<float>::each([&](size_t) { return _mm512_maskz_loadu_ps(mask, from); });
@@ -237,8 +223,8 @@ GRADSCALE_HOST_DEVICE LanesOf<T> load_masked(const T* from, Which which) {
   }
 }
 
-template <class T, class Which>
-GRADSCALE_HOST_DEVICE void store_masked(T* to, LanesOf<T> x, Which which) {
+template <class T>
+GRADSCALE_HOST_DEVICE void store_masked(T* to, LanesOf<T> x, FirstLanes which) {
   const __mmask16 mask = mask_of(which);
   if constexpr (std::is_same_v<T, float>) {
     _mm512_mask_storeu_ps(to, mask, x.parts[0]);
@@ -279,7 +265,7 @@ GRADSCALE_HOST_DEVICE void store_masked(T* to, LanesOf<T> x, FirstLanes which) {
 // otherwise they are accessed too. After a load, the other lanes are unspecified.
 template <class T, class Which>
 GRADSCALE_HOST_DEVICE LanesOf<T> load_lanes(const T* from, Which which) {
-  if constexpr (std::is_same_v<Which, FirstLanes> || (kHasMasks && std::is_same_v<Which, LanesFrom>)) {
+  if constexpr (std::is_same_v<Which, FirstLanes>) {
     return load_masked(from, which);
   } else {
     return load_lanes(from);
@@ -288,7 +274,7 @@ GRADSCALE_HOST_DEVICE LanesOf<T> load_lanes(const T* from, Which which) {
 
 template <class T, class Which>
 GRADSCALE_HOST_DEVICE void store_lanes(T* to, LanesOf<T> x, Which which) {
-  if constexpr (std::is_same_v<Which, FirstLanes> || (kHasMasks && std::is_same_v<Which, LanesFrom>)) {
+  if constexpr (std::is_same_v<Which, FirstLanes>) {
     store_masked(to, x, which);
   } else {
     store_lanes(to, x);

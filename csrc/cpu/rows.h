@@ -1,7 +1,7 @@
 // Reads and writes rows of logits, and computes the softmax of a row. Included once for each instruction set.
 //
-// Rows are processed in vectors of 16 elements that are aligned in memory, so that few loads and stores cross a cache
-// line. A contiguous gradient has the same alignment as contiguous logits.
+// Rows are processed in vectors of 16 elements from the first element on. The order of additions in a row therefore
+// depends on its width and the instruction set alone, not on its address, so that equal rows give the same bits.
 #include "../formulas/element.h"
 #include "../formulas/support.h"
 #include "lanes.h"
@@ -31,7 +31,7 @@ struct Ahead {
 // Memory for a second row in `scratch`, after the row of exponentials.
 template <class A>
 A* second_row(A* scratch, int64_t width) {
-  return scratch + padded_width(width) + kLanes;
+  return scratch + padded_width(width);
 }
 
 template <class T, class A>
@@ -72,51 +72,45 @@ Ahead ahead_of(const Rows& logits, const Rows& gradient, int64_t row) {
   return {row_of<T>(logits, row + 1), out == nullptr ? nullptr : out + row * gradient.stride * size};
 }
 
-// The number of elements before the first aligned vector; 0 for a row without vectors. PyTorch allocates tensors at
-// multiples of 64 bytes, so that the order of additions is the same in each run.
-template <class T>
-int64_t elements_before_vectors(const T* row, int64_t width) {
-  constexpr int64_t alignment = 64 / sizeof(T) < kLanes ? 64 / sizeof(T) : kLanes; // in elements
-  const auto begin = static_cast<int64_t>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % alignment);
-  return width < kLanes || begin == 0 ? 0 : alignment - begin;
-}
-
 template <int chain>
 using Chain = std::integral_constant<int, chain>;
 
-// Calls body(first, lanes, chain) for each vector of a row; `first` is the index of the vector's first element, and is
-// negative if the vector begins before the row. The vectors are one with the elements before the aligned ones, the
-// aligned ones, and one with the remaining elements. `lanes` selects each element of the row in one vector only;
-// without masks, the first and the last vector overlap their neighbours. `chain` is 0, or alternates between 0 and 1 if
-// there are two chains, whose sums the processor can compute in parallel.
+// Sums of longer rows are added up from the sums of tiles of this many elements, whose rounding errors are smaller.
+constexpr int64_t kSumTile = 1024;
+
+// Calls body(begin, end) for each tile of a row.
+template <class Body>
+GRADSCALE_HOST_DEVICE void each_tile(int64_t width, Body body) {
+  for (int64_t begin = 0; begin < width; begin += kSumTile) {
+    body(begin, begin + kSumTile < width ? begin + kSumTile : width);
+  }
+}
+
+// Calls body(first, lanes, chain) for each vector of elements begin to end - 1 of a row; `first` is the index of the
+// vector's first element. `lanes` selects each element of the row in one vector only; without masks, the last vector
+// overlaps the one before it. `chain` is 0, or alternates between 0 and 1 if there are two chains, whose sums the
+// processor can compute in parallel.
 template <int chains, class Body>
-GRADSCALE_HOST_DEVICE void each_vector(int64_t before, int64_t width, Body body) {
-  if (width < kLanes) {
-    body(int64_t(0), FirstLanes{static_cast<int>(width)}, Chain<0>());
+GRADSCALE_HOST_DEVICE void each_vector(int64_t begin, int64_t end, Body body) {
+  if (end - begin < kLanes) {
+    body(begin, FirstLanes{static_cast<int>(end - begin)}, Chain<0>());
     return;
   }
-  if (before != 0) {
-    if constexpr (kHasMasks) { // the elements before the first aligned vector
-      body(before - kLanes, LanesFrom{static_cast<int>(kLanes - before)}, Chain<0>());
-    } else {
-      body(int64_t(0), LanesBelow{static_cast<int>(before)}, Chain<0>());
-    }
-  }
-  int64_t j = before;
-  for (; j + chains * kLanes <= width; j += chains * kLanes) {
+  int64_t j = begin;
+  for (; j + chains * kLanes <= end; j += chains * kLanes) {
     body(j, AllLanes(), Chain<0>());
     if constexpr (chains == 2) {
       body(j + kLanes, AllLanes(), Chain<1>());
     }
   }
-  for (; j + kLanes <= width; j += kLanes) {
+  for (; j + kLanes <= end; j += kLanes) {
     body(j, AllLanes(), Chain<0>());
   }
-  if (j < width) {
+  if (j < end) {
     if constexpr (kHasMasks) {
-      body(j, FirstLanes{static_cast<int>(width - j)}, Chain<chains - 1>());
+      body(j, FirstLanes{static_cast<int>(end - j)}, Chain<chains - 1>());
     } else {
-      const int64_t first = width - kLanes;
+      const int64_t first = end - kLanes;
       body(first, LanesFrom{static_cast<int>(j - first)}, Chain<chains - 1>());
     }
   }
@@ -134,7 +128,7 @@ template <class A, bool wants_smallest = true, class T>
 Extremes<A> extremes_of(const T* logits, int64_t width) {
   const Lanes<A> zero = A(0), none = -static_cast<A>(INFINITY);
   Lanes<A> least[2] = {zero, zero}, most[2] = {none, none};
-  each_vector<2>(elements_before_vectors(logits, width), width, [&](int64_t j, auto lanes, auto chain) {
+  each_vector<2>(0, width, [&](int64_t j, auto lanes, auto chain) {
     const Lanes<A> x = load_lanes(logits + j, lanes);
     if constexpr (wants_smallest) {
       least[chain] = larger_bits(kept(lanes, x, zero), least[chain]);
@@ -150,47 +144,50 @@ Extremes<A> extremes_of(const T* logits, int64_t width) {
 template <class A, class T>
 A largest_finite(const T* logits, int64_t width) {
   Lanes<A> most = A(0);
-  each_vector<1>(elements_before_vectors(logits, width), width, [&](int64_t j, auto lanes, auto) {
+  each_vector<1>(0, width, [&](int64_t j, auto lanes, auto) {
     most = larger(finite_magnitude(kept(lanes, load_lanes(logits + j, lanes), Lanes<A>(A(0)))), most);
   });
   return largest(most);
 }
 
-// Stores exp(logit - maximum) in `scratch`, beginning at the returned `values`. The moment weights an element by the
-// distance of its vector from the middle of the row.
+// Stores exp(logit - maximum) in `values`. The moment weights an element by the distance of its vector from the middle
+// of the row.
 template <bool with_moment, bool in_range, class T, class A>
-Softmax<A> softmax_of(const T* logits, int64_t width, A maximum, Ahead ahead, A* scratch) {
-  const int64_t before = elements_before_vectors(logits, width);
-  A* values = scratch + (before == 0 ? 0 : kLanes - before);
+Softmax<A> softmax_of(const T* logits, int64_t width, A maximum, Ahead ahead, A* values) {
   const Lanes<A> zero = A(0);
-  Lanes<A> sum = zero, moment = zero; // `moment` weights each element as if it were in lane 0 of its vector
-  Lanes<A> next = static_cast<A>(2 * before + 1 - width); // the weight in the next aligned vector
+  Lanes<A> sum = zero, moment = zero;        // `moment` weights each element as if it were in lane 0 of its vector
+  Lanes<A> next = static_cast<A>(1 - width); // the weight in the next vector
   const auto* read = static_cast<const T*>(ahead.read);
   const auto* write = static_cast<const T*>(ahead.write != nullptr ? ahead.write : values);
-  each_vector<1>(before, width, [&](int64_t j, auto lanes, auto) {
-    // Prefetching past the end is harmless.
-    __builtin_prefetch(read + j, /*rw=*/0);
-    __builtin_prefetch(write + j, /*rw=*/1);
-    const Lanes<A> e = exp_nonpositive<in_range>(load_lanes(logits + j, lanes) - Lanes<A>(maximum));
-    store_lanes(values + j, e);
-    const Lanes<A> counted = kept(lanes, e, zero);
-    sum += counted;
-    if constexpr (with_moment && std::is_same_v<decltype(lanes), AllLanes>) {
-      moment += counted * next;
-      next += Lanes<A>(A(2 * kLanes));
-    } else if constexpr (with_moment) {
-      moment += counted * Lanes<A>(static_cast<A>(2 * j + 1 - width));
-    }
+  each_tile(width, [&](int64_t begin, int64_t end) {
+    Lanes<A> tile_sum = zero, tile_moment = zero;
+    each_vector<1>(begin, end, [&](int64_t j, auto lanes, auto) {
+      // Prefetching past the end is harmless.
+      __builtin_prefetch(read + j, /*rw=*/0);
+      __builtin_prefetch(write + j, /*rw=*/1);
+      const Lanes<A> e = exp_nonpositive<in_range>(load_lanes(logits + j, lanes) - Lanes<A>(maximum));
+      store_lanes(values + j, e);
+      const Lanes<A> counted = kept(lanes, e, zero);
+      tile_sum += counted;
+      if constexpr (with_moment && std::is_same_v<decltype(lanes), AllLanes>) {
+        tile_moment += counted * next;
+        next += Lanes<A>(A(2 * kLanes));
+      } else if constexpr (with_moment) {
+        tile_moment += counted * Lanes<A>(static_cast<A>(2 * j + 1 - width));
+      }
+    });
+    sum += tile_sum;
+    moment += tile_moment;
   });
   return {total(sum), with_moment ? total(moment + sum * Lanes<A>::numbers() * Lanes<A>(2)) : A(0), values};
 }
 
 template <bool with_moment, class T, class A>
-Softmax<A> softmax_of(const T* logits, int64_t width, Extremes<A> extremes, Ahead ahead, A* scratch) {
+Softmax<A> softmax_of(const T* logits, int64_t width, Extremes<A> extremes, Ahead ahead, A* values) {
   if (extremes.largest - std::min(extremes.smallest, A(0)) < -kLeastInRange) {
-    return softmax_of<with_moment, true>(logits, width, extremes.largest, ahead, scratch);
+    return softmax_of<with_moment, true>(logits, width, extremes.largest, ahead, values);
   }
-  return softmax_of<with_moment, false>(logits, width, extremes.largest, ahead, scratch);
+  return softmax_of<with_moment, false>(logits, width, extremes.largest, ahead, values);
 }
 
 // Loads the lanes of one vector from a row.
@@ -219,9 +216,9 @@ bool factor_can_wait(A squares, A factor) {
 
 // The sum over j of (factor * value(load))^2 in double, where load(row) = row[j].
 template <class A, class Value>
-[[gnu::noinline]] double squares_in_double(int64_t before, int64_t width, double factor, const Value& value) {
+[[gnu::noinline]] double squares_in_double(int64_t width, double factor, const Value& value) {
   double sum = 0;
-  each_vector<1>(before, width, [&](int64_t j, auto lanes, auto) {
+  each_vector<1>(0, width, [&](int64_t j, auto lanes, auto) {
     A values[kLanes], ones[kLanes];
     store_lanes(values, value(LoadBlock<decltype(lanes)>{j, lanes}));
     store_lanes(ones, kept(lanes, Lanes<A>(A(1)), Lanes<A>(A(0))));
@@ -238,27 +235,33 @@ double write_gradient(const Rows& gradient, int64_t row, int64_t width, A factor
   G* out = static_cast<G*>(gradient.data) + row * gradient.stride;
   const Lanes<A> zero = A(0), factors = factor;
   Lanes<A> squares[2] = {zero, zero};
-  each_vector<2>(elements_before_vectors(out, width), width, [&](int64_t j, auto lanes, auto chain) {
+  each_vector<2>(0, width, [&](int64_t j, auto lanes, auto chain) {
     const Lanes<A> x = value(LoadBlock<decltype(lanes)>{j, lanes}), counted = kept(lanes, x, zero);
     squares[chain] += counted * counted;
     store_lanes(out + j, x * factors, lanes);
   });
   const A sum = total(squares[0] + squares[1]);
-  return factor_can_wait(sum, factor) ? squared(factor) * sum
-                                      : squares_in_double<A>(elements_before_vectors(out, width), width, factor, value);
+  return factor_can_wait(sum, factor) ? squared(factor) * sum : squares_in_double<A>(width, factor, value);
 }
 
-// The sums over j of terms(load), where load(row) = row[j]. Blocks are aligned as in `aligned_row`.
-template <class A, class T, class Terms>
-auto sums_of(const T* aligned_row, int64_t width, Terms terms) {
+// The sums over j of terms(load), where load(row) = row[j].
+template <class A, class Terms>
+auto sums_of(int64_t width, Terms terms) {
   constexpr size_t count = std::tuple_size<decltype(terms(LoadBlock<AllLanes>()))>::value;
   const Lanes<A> zero = A(0);
   std::array<Lanes<A>, count> sums;
   sums.fill(zero);
-  each_vector<1>(elements_before_vectors(aligned_row, width), width, [&](int64_t j, auto lanes, auto) {
-    const auto block_terms = terms(LoadBlock<decltype(lanes)>{j, lanes});
+  each_tile(width, [&](int64_t begin, int64_t end) {
+    std::array<Lanes<A>, count> tile_sums;
+    tile_sums.fill(zero);
+    each_vector<1>(begin, end, [&](int64_t j, auto lanes, auto) {
+      const auto block_terms = terms(LoadBlock<decltype(lanes)>{j, lanes});
+      for (size_t i = 0; i < count; ++i) {
+        tile_sums[i] += kept(lanes, block_terms[i], zero);
+      }
+    });
     for (size_t i = 0; i < count; ++i) {
-      sums[i] += kept(lanes, block_terms[i], zero);
+      sums[i] += tile_sums[i];
     }
   });
   std::array<A, count> result;

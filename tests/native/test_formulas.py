@@ -104,7 +104,7 @@ inline bool is_fault(int fault) {{
 }}
 #endif
 """
-CPU_ENGINES = {"rows": (21, 4), "short rows": (21, 16)}  # width and rows
+CPU_ENGINES = {"rows": (37, 4), "short rows": (21, 16)}  # width and rows
 
 
 @pytest.fixture(scope="module")

@@ -39,6 +39,13 @@ def test_fuzzer_cases(guards, capability, side):
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
 
 
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_batch_invariance(guards, capability):
+    options = ["-m", "pytest", "-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "tests/test_batch_invariance.py"]
+    done = run(guards, "end", *options, ATEN_CPU_CAPABILITY=capability)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
+
+
 def test_the_environment_selects_the_instruction_set(guards):
     program = "import gradscale_ext._C as c; print(c.cpu_capability())"
     found = run(guards, "end", "-c", program, ATEN_CPU_CAPABILITY="default").stdout

@@ -47,12 +47,6 @@ inline void clear_row(const Segment& s, int64_t row) {
   }
 }
 
-// The number of lanes to compute: all, or only the lanes with rows if there are fewer than 4, because a vector division
-// takes longer than a few scalar ones.
-inline int64_t lanes_of(const Bundle& bundle) {
-  return bundle.count < 4 ? bundle.count : kLanes;
-}
-
 // The bundle that begins with row `first`, of up to 16 rows before row `end`.
 inline Bundle bundle_of(const Pass& pass, const Segment& s, int64_t first, int64_t end) {
   Bundle bundle{first, end - first < kLanes ? end - first : kLanes, {}, {}};
@@ -84,13 +78,15 @@ void each_bundle(const Pass& pass, const Segment& s, int64_t begin, int64_t end,
 }
 
 // Applies the transform of a support, or its inverse, to `count` numbers. It is vectorised if it needs no library
-// function except sqrt.
+// function except sqrt. Whole vectors are then computed, for which x must have room: scalar code for the remaining
+// numbers may round differently.
 template <bool inverse, class A>
 void transform_many(const Support& support, int64_t count, A* x) {
   const A eps = static_cast<A>(support.eps);
   if (support.transform == Transform::signed_hyperbolic) {
+    const int64_t lanes = padded_width(count);
 #pragma omp simd
-    for (int64_t i = 0; i < count; ++i) {
+    for (int64_t i = 0; i < lanes; ++i) {
       x[i] = inverse ? signed_parabolic(x[i], eps) : signed_hyperbolic(x[i], eps);
     }
   } else if (support.transform != Transform::identity) {
@@ -108,16 +104,15 @@ inline void encode_many(const Head& head, const Bundle& bundle, const double* sc
 }
 
 inline void encode_many(const Head& head, const Bundle& bundle, const double* scalars, TwoHotTarget* targets) {
-  const int64_t lanes = lanes_of(bundle);
   double positions[kLanes];
   int32_t bins[kLanes];
 #pragma omp simd
-  for (int64_t i = 0; i < lanes; ++i) {
+  for (int64_t i = 0; i < kLanes; ++i) {
     positions[i] = clamp_finite(scalars[i]);
   }
-  transform_many</*inverse=*/false>(head.support, lanes, positions);
+  transform_many</*inverse=*/false>(head.support, bundle.count, positions);
 #pragma omp simd
-  for (int64_t i = 0; i < lanes; ++i) {
+  for (int64_t i = 0; i < kLanes; ++i) {
     positions[i] = position_among_bins(positions[i], head.support);
     bins[i] = bin_below(positions[i], head.support);
   }
@@ -169,10 +164,9 @@ template <bool is_policy, class A, int options>
 void store_losses(
     const Segment& s, const Bundle& bundle, const BundleSums<A>& sums, const CrossEntropy<A, options>& formula) {
   using Formula = CrossEntropy<A, options>;
-  const int64_t lanes = lanes_of(bundle);
   A loss[kLanes], entropy[kLanes];
 #pragma omp simd
-  for (int64_t i = 0; i < lanes; ++i) {
+  for (int64_t i = 0; i < kLanes; ++i) {
     A row[Formula::kSums] = {sums.at[0][i], sums.at[1][i], sums.at[2][i], sums.at[3][i]};
     if constexpr (Formula::kSubtracts) {
       row[Formula::kNegativeEntropy] = sums.at[Formula::kNegativeEntropy][i];
@@ -194,18 +188,17 @@ void store_decoded(const Segment& s, const Bundle& bundle, const BundleSums<A>& 
   if (s.detail.data == nullptr) {
     return;
   }
-  const int64_t lanes = lanes_of(bundle);
   A decoded[kLanes];
 #pragma omp simd
-  for (int64_t i = 0; i < lanes; ++i) {
+  for (int64_t i = 0; i < kLanes; ++i) {
     decoded[i] = sums.at[Formula::kWeighted][i] / sums.at[Formula::kSum][i];
   }
   if (!support.raw) {
 #pragma omp simd
-    for (int64_t i = 0; i < lanes; ++i) {
+    for (int64_t i = 0; i < kLanes; ++i) {
       decoded[i] = expectation_from_moment(decoded[i], support);
     }
-    transform_many</*inverse=*/true>(support, lanes, decoded);
+    transform_many</*inverse=*/true>(support, bundle.count, decoded);
   }
   s.detail.store(bundle.first, bundle.count, decoded);
 }

@@ -36,7 +36,7 @@ void categorical_row(
   });
   if (everywhere != 0) {
     const auto smoothed = [=](auto load) { return std::array<Lanes<A>, 1>{everywhere * (load(logits) - maximum)}; };
-    correct += sums_of<A>(logits, s.width, smoothed)[0];
+    correct += sums_of<A>(s.width, smoothed)[0];
   }
   sums.at[Formula::kSum][lane] = softmax.sum;
   sums.at[Formula::kMass][lane] = A(1) + nan;
@@ -135,7 +135,7 @@ void soft_cross_entropy_row(
   const A* target = read_target(s, row, second_row(scratch, width));
   const A maximum = extremes.largest;
   const A* values = softmax.values;
-  const auto [moment, mass, correct] = sums_of<A>(logits, width, [=](auto load) {
+  const auto [moment, mass, correct] = sums_of<A>(width, [=](auto load) {
     const Lanes<A> difference = load(logits) - maximum, t = load(target);
     return std::array{Formula::weighted(load(values), difference), t, Formula::correct(t, difference)};
   });

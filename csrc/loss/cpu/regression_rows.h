@@ -50,11 +50,12 @@ void vector_row(const Segment& s, int64_t row, double coefficient, A* scratch) {
       write_gradient<G>(s.gradient, row, width, factor, [=](auto load) { return load(t); });
 }
 
-// Rows of one element, vectorised over rows.
+// Rows of one element, vectorised over rows. Whole vectors are computed, because scalar code for the remaining rows
+// may round differently.
 template <class RowHead, class T, class G, class A>
 void scalar_rows(const Pass& pass, const Segment& s, int64_t begin, int64_t end) {
   constexpr int64_t tile = 64;
-  A x[tile], target[tile] = {}, loss[tile], gradient[tile];
+  A x[tile] = {}, target[tile] = {}, loss[tile], gradient[tile];
   RowHead head{{1, s.head}};
   for (int64_t first = begin; first < end; first += tile) {
     const int64_t count = end - first < tile ? end - first : tile;
@@ -64,8 +65,9 @@ void scalar_rows(const Pass& pass, const Segment& s, int64_t begin, int64_t end)
           s.target.element, [&](auto type) { widen_column<decltype(type)>(s.target, first, count, target); });
     }
     transform_many</*inverse=*/false>(s.head->support, count, target);
+    const int64_t lanes = padded_width(count);
 #pragma omp simd
-    for (int64_t i = 0; i < count; ++i) {
+    for (int64_t i = 0; i < lanes; ++i) {
       loss[i] = head.finish(head.terms(x[i], target[i]));
       gradient[i] = head.gradient(x[i], target[i]);
     }

@@ -1,9 +1,10 @@
 // The CPU kernel of the multi-step loss. A row is the prediction of one sample at one step. This file includes itself
 // once for each instruction set.
 //
-// Short rows are computed 16 at a time, one per lane, and longer rows one at a time. A longer row is read from memory
-// once, into a padded and widened scratch row that stays in the L1 cache. One exponential is computed per element, and
-// the gradient is written once.
+// Short rows are computed 16 at a time, one per lane, and longer rows one at a time. The width alone decides which, and
+// lanes without a row are computed too, so that a row gets the same bits among any number of rows. A longer row is read
+// from memory once, into a padded and widened scratch row that stays in the L1 cache. One exponential is computed per
+// element, and the gradient is written once.
 #ifndef GRADSCALE_VARIANT
 #include "../kernels.h"
 
@@ -38,7 +39,7 @@ template <class T, class G>
 void run_rows_of(const Pass& pass, const Segment& s, int64_t begin, int64_t end, double* memory) {
   using A = Accumulate<T>;
   A* scratch = reinterpret_cast<A*>(memory);
-  const bool side_by_side = s.width <= kShortRow && end - begin >= 6; // short rows, enough to fill the lanes
+  const bool side_by_side = s.width <= kShortRow;
   const auto bundles = [&](auto run) { each_bundle(pass, s, begin, end, run); };
   const auto each = [&](auto run) {
     bundles([&](const Bundle& bundle) {
