@@ -1430,3 +1430,14 @@ def test_an_illegal_action_with_an_entropy_bonus_has_no_gradient(width, rows):
     assert logits.grad.isfinite().all()
     assert (logits.grad[:, 1] == 0).all()
     assert out.head_gradient_norms["policy"].isfinite()
+
+
+@pytest.mark.parametrize("classes", [32_000, 128_256])
+def test_label_smoothing_over_many_classes(classes):
+    """The mass of a smoothed class is 1; a sum of all masses in float32 would be off by 1e-5."""
+    generator = torch.Generator().manual_seed(3)
+    logits, target = torch.randn(4, classes, generator=generator), torch.randint(classes, (4,), generator=generator)
+    head = {"policy": gs.SoftCrossEntropy(label_smoothing=0.1)}
+    losses = gs.multi_step_loss(head, {"policy": [logits]}, {"policy": [target]}).per_step["policy"]
+    expected = torch.nn.functional.cross_entropy(logits.double(), target, label_smoothing=0.1, reduction="none")
+    torch.testing.assert_close(losses[:, 0].double(), expected, rtol=0, atol=1e-6)

@@ -133,6 +133,13 @@ GRADSCALE_HOST_DEVICE float class_mass(int32_t chosen, int32_t j) {
   return chosen == j ? 1.0f : (chosen < 0 ? NAN : 0.0f);
 }
 
+// The sum of a target's masses that add up to 1, given their sum with rounding errors, which grow with the width. NaN
+// stays NaN.
+template <class A>
+GRADSCALE_HOST_DEVICE A one_or_nan(A sum) {
+  return A(1) + A(0) * sum;
+}
+
 // Label smoothing a of a target over `width` logits: t becomes (1 - a) t + a / width. If few logits have a target, only
 // they are multiplied by `share`, and `everywhere` is added to all.
 template <class A>

@@ -72,7 +72,8 @@ template <class T, class G, class A, class Target>
 // Rows of logits over actions with a dense target: SoftCrossEntropy.
 
 // Returns the smoothed target of a row: the row itself if it needs no conversion, otherwise `target`, to which it is
-// written. A class index out of range gives a row of NaN.
+// written. It does not contain the mass of a class, which add_class() adds. A class index out of range gives a row of
+// NaN.
 template <class A>
 const A* read_target(const Segment& s, int64_t row, A* target) {
   if (s.target.element == kElementOf<A> && s.head->label_smoothing == 0) {
@@ -81,9 +82,6 @@ const A* read_target(const Segment& s, int64_t row, A* target) {
   if (s.target.element == Element::int64) {
     const int32_t chosen = class_of(*row_of<int64_t>(s.target, row), s.width);
     std::fill(target, target + s.width, chosen < 0 ? static_cast<A>(NAN) : A(0));
-    if (chosen >= 0) {
-      target[chosen] = class_mass(chosen, chosen);
-    }
   } else {
     widen_row(s.target, row, s.width, target);
   }
@@ -94,6 +92,21 @@ const A* read_target(const Segment& s, int64_t row, A* target) {
     }
   }
   return target;
+}
+
+// Adds the class of a row to its target and sums. The class comes last, because the small terms of label smoothing
+// would lose digits in a sum that contains it, and the sum of the masses is 1.
+template <class T, class A>
+void add_class(const Segment& s, int64_t row, A maximum, A* target, A& mass, A& correct) {
+  mass = one_or_nan(mass);
+  const int32_t chosen = class_of(*row_of<int64_t>(s.target, row), s.width);
+  if (chosen >= 0) {
+    const Smoothing<A> smoothing(s.head->label_smoothing, s.width);
+    const A class_part = smoothing.share * class_mass(chosen, chosen);
+    const A logit = static_cast<A>(to_accumulate(row_of<T>(s.prediction, row)[chosen]));
+    target[chosen] += class_part;
+    correct += CrossEntropy<A, 0>::correct(class_part, logit - maximum);
+  }
 }
 
 // sum_j t_j log t_j with t_j = target(j). The sum is a double: in float, many small equal terms would all be rounded
@@ -132,13 +145,17 @@ void soft_cross_entropy_row(
   const int64_t width = s.width;
   const T* logits = row_of<T>(s.prediction, row);
   const Softmax<A> softmax = softmax_of<false>(logits, width, extremes, ahead_of<T>(s, row), scratch);
-  const A* target = read_target(s, row, second_row(scratch, width));
+  A* own_target = second_row(scratch, width);
+  const A* target = read_target(s, row, own_target);
   const A maximum = extremes.largest;
   const A* values = softmax.values;
-  const auto [moment, mass, correct] = sums_of<A>(width, [=](auto load) {
+  auto [moment, mass, correct] = sums_of<A>(width, [=](auto load) {
     const Lanes<A> difference = load(logits) - maximum, t = load(target);
     return std::array{Formula::weighted(load(values), difference), t, Formula::correct(t, difference)};
   });
+  if (s.target.element == Element::int64) {
+    add_class<T>(s, row, maximum, own_target, mass, correct);
+  }
   const A row_sums[] = {softmax.sum, mass, moment, correct};
   for (int k = 0; k < Formula::kSums; ++k) {
     sums.at[k][lane] = row_sums[k];

@@ -229,9 +229,8 @@ template <class A, class Target>
   }
   read_columns(s.prediction, bundle, s.width, rows.x);
   BundleSums<A> sums = rows.template sums<false>(s.width);
-  for (int64_t i = 0; i < kLanes; ++i) {
-    A& mass = sums.at[Formula::kMass][i];
-    mass = A(1) + A(0) * mass; // 1 except for rounding; a NaN target makes the whole row NaN
+  for (A& mass : sums.at[Formula::kMass]) {
+    mass = one_or_nan(mass);
   }
   if (s.head->support.raw) {
     for (int64_t i = 0; i < bundle.count; ++i) {

@@ -160,6 +160,9 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
   for (A& sum : sums) {
     sum = task.team.sum(sum);
   }
+  if (head.has_support() || task.target.element == Element::int64) {
+    sums[Formula::kMass] = one_or_nan(sums[Formula::kMass]);
+  }
   if (head.has_support() && head.support.raw) {
     const char* centers = task.block.table + task.block.span.raw_centers; // in A
     sums[Formula::kWeighted] = raw_moment(row, maximum, reinterpret_cast<const A*>(centers));

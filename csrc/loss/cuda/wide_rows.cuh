@@ -190,7 +190,6 @@ class WideRows {
       }
     });
     if (kOneHot && thread_ == 0) {
-      sums[Formula::kMass] = class_ < 0 ? NAN : 1.0f;
       sums[Formula::kCorrect] = exponent.difference(class_logit_);
     }
     lane_sums<32, kSums>(sums, thread_ % 32);
@@ -202,6 +201,9 @@ class WideRows {
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
       sums[i] = sum(kFirstSum + i);
+    }
+    if constexpr (kIsClass) {
+      sums[Formula::kMass] = class_ < 0 ? NAN : 1.0f;
     }
     const bool counts = shared(kFactor, 1) != 0;
     if constexpr (!std::is_same_v<G, void>) {
