@@ -88,6 +88,9 @@ template <class A, class Target>
 struct BinsOfRow { // a few bins have mass
   Target target;
 
+  GRADSCALE_DEVICE static int32_t chosen() {
+    return -1;
+  }
   template <int size>
   GRADSCALE_DEVICE void read(int32_t first, A (&t)[size]) const {
 #pragma unroll
@@ -103,6 +106,10 @@ struct ActionsOfRow { // a distribution, or a class
   TensorRow row;
   int32_t width;
 
+  // The class; -1 if there is none, or none in range.
+  GRADSCALE_DEVICE int32_t chosen() const {
+    return width > 0 && row.element == Element::int64 ? class_of(*row.as<const int64_t>(), width) : -1;
+  }
   template <int size>
   GRADSCALE_DEVICE void read(int32_t first, A (&t)[size]) const {
     if (row.element == Element::int64) {
@@ -147,18 +154,25 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
     });
   };
 
+  // The term of a class is added last: in a sum that contains it, the small terms of label smoothing would lose digits.
+  const int32_t chosen = target.chosen();
   A sums[Formula::kSums] = {};
   each_window([&](const A* d, const A* t, int32_t first) {
 #pragma unroll
     for (int k = 0; k < size; ++k) {
+      const A correct = Formula::correct(first + k == chosen && chosen >= 0 ? smoothing.everywhere : t[k], d[k]);
       const A e = exp_nonpositive(d[k]);
       const A weighted = head.has_support() ? e * row.position(first + k) : Formula::weighted(e, d[k]);
-      Formula::add(sums, e, t[k], Formula::correct(t[k], d[k]), weighted);
+      Formula::add(sums, e, t[k], correct, weighted);
     }
   });
 #pragma unroll
   for (A& sum : sums) {
     sum = task.team.sum(sum);
+  }
+  if (chosen >= 0) {
+    const A difference = static_cast<A>(to_accumulate(task.prediction.as<const T>()[chosen])) - maximum;
+    sums[Formula::kCorrect] += Formula::correct(smoothing.share, difference);
   }
   if (head.has_support() || task.target.element == Element::int64) {
     sums[Formula::kMass] = one_or_nan(sums[Formula::kMass]);
