@@ -290,6 +290,29 @@ def test_wide_policies(width, dtype, device):
     assert out.per_step["policy"].isfinite().all()
 
 
+@pytest.mark.parametrize("illegal", ["one action", "one lane's", "all but one"])
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [(8192, torch.float32), (8193, torch.float32), (20480, torch.float32), (10928, torch.bfloat16)],
+)
+def test_illegal_actions_of_wide_policies(width, dtype, illegal, device):
+    """The lanes of a warp differ in whether one of their actions is illegal. Except at the width 8192, threads have too
+    few registers for the targets, and load them again in step."""
+    actions = torch.arange(width)
+    patterns = {"one action": actions == width - 700, "one lane's": actions % 512 == 77, "all but one": actions != 700}
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, width, generator=generator, dtype=torch.float64)
+    given = torch.randn(2, width, generator=generator, dtype=torch.float64).softmax(1)
+    logits[1, patterns[illegal]] = -math.inf
+    given[1, patterns[illegal]] = 0
+    heads = {"policy": gs.SoftCrossEntropy(), "classes": gs.SoftCrossEntropy(entropy_weight=0.3)}
+    targets = {"policy": [given], "classes": [torch.tensor([3, 700])]}
+    predictions = {name: [logits.clone().requires_grad_()] for name in heads}
+    _, found = check(heads, predictions, targets, device, dtype)
+    for gradient in found:
+        assert (gradient.cpu()[1, patterns[illegal]] == 0).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch", [0, 1, 2, 33, 300, 513])
 def test_batches(batch, dtype, device):

@@ -172,7 +172,7 @@ class WideRows {
     }
     put(kMaximum, lane_maximum<32>(extremes.maximum()));
     float largest = extremes.magnitude(), sums[kSums] = {};
-    if (!(largest < INFINITY)) { // rarely
+    if (__any_sync(kWholeWarp, !(largest < INFINITY))) { // rarely; each_packet() needs all lanes of the warp
       largest = add_illegal(sums);
     }
     put(kLargest, lane_maximum<32>(largest));
