@@ -333,13 +333,66 @@ def test_options(options, reduction, dtype, device):
     check(ALL_HEADS, predictions, targets, device, dtype, grad_output=grad_output, **keywords)
 
 
+def repeated(given, batch):
+    """Options for 3 samples, extended to `batch` samples."""
+    if isinstance(given, dict):
+        return {name: repeated(value, batch) for name, value in given.items()}
+    by_sample = isinstance(given, torch.Tensor) and given.dim() > 0 and given.shape[0] == 3
+    return given[torch.arange(batch) % 3] if by_sample else given
+
+
+# A set of loss_totals has 32 samples; from 4,097 samples on, a block has several sets.
+SEVERAL_BLOCKS = [40, 70]
+
+
+@pytest.mark.parametrize("batch", SEVERAL_BLOCKS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none", "valid_mean"])
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
+@pytest.mark.parametrize("options", [{}, *OPTIONS.values()], ids=["none", *OPTIONS])
+def test_options_of_several_blocks(options, nonfinite, reduction, batch, device):
+    """With samples to skip in each set of samples."""
+    heads = {
+        name: head for name, head in ALL_HEADS.items() if name in ("value", "reward", "policy", "raw", "end", "own")
+    }
+    predictions, targets = arguments(batch, heads=heads)
+    if nonfinite == "skip":
+        with torch.no_grad():
+            predictions["value"][1][[7, 33, batch - 1], 2] = math.nan
+            predictions["own"][0][[8, 33, batch - 2]] = math.inf
+    keywords = {**repeated(options, batch), "reduction": reduction, "nonfinite": nonfinite}
+    keywords = {
+        name: {k: v for k, v in value.items() if k in heads} if isinstance(value, dict) else value
+        for name, value in keywords.items()
+    }
+    grad_output = torch.linspace(-1, 2, batch) if reduction == "none" else None
+    check(heads, predictions, targets, device, torch.float32, grad_output=grad_output, **keywords)
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
+@pytest.mark.parametrize("reduction", ["mean", "none", "valid_mean"])
+@pytest.mark.parametrize("batch", [4096, 4100, 9000])
+def test_blocks_with_several_sets_of_samples(batch, reduction, nonfinite, device):
+    heads = {"own": gs.PerStepLoss(weight=0.5), "end": gs.BinaryCrossEntropy()}
+    predictions, targets = inputs_of(heads, 1, batch, steps=2)
+    mask = torch.rand(batch, 2, generator=torch.Generator().manual_seed(3)) < 0.7
+    if nonfinite == "skip":
+        with torch.no_grad():
+            predictions["own"][1][[5, 40, 70, batch - 1]] = math.nan
+            mask[[5, 40, 70, batch - 1]] = True
+    grad_output = torch.linspace(-1, 2, batch) if reduction == "none" else None
+    options = {"mask": mask, "reduction": reduction, "nonfinite": nonfinite, "grad_output": grad_output}
+    out, _ = check(heads, predictions, targets, device, torch.float32, **options)
+    assert out.num_nonfinite.item() == (4 if nonfinite == "skip" else 0)
+
+
+@pytest.mark.parametrize("batch", [5, *SEVERAL_BLOCKS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("grad_output", [1.0, -0.5])
 @pytest.mark.parametrize("options", [{"reduction": "none"}, {"reduction": "valid_mean", "nonfinite": "skip"}], ids=str)
-def test_head_weights(options, grad_output, dtype, device):
+def test_head_weights(options, grad_output, dtype, batch, device):
     """Weights differ by head, and head weights get their gradients; one is 0."""
     heads = {name: heads_of(33)[name] for name in ("two_hot", "policy", "own")}
-    predictions, targets = inputs_of(heads, 33, batch=5, steps=3)
+    predictions, targets = inputs_of(heads, 33, batch, steps=3)
     if "nonfinite" in options:
         with torch.no_grad():
             predictions["policy"][1][3] = math.inf
@@ -350,12 +403,13 @@ def test_head_weights(options, grad_output, dtype, device):
             "policy": torch.tensor(0.0, dtype=torch.float64, requires_grad=True),
             "own": 2.0,
         },
-        "importance_weights": {"policy": torch.rand(5, generator=generator)},
-        "step_weights": {"two_hot": [1.0, 0.5, 0.25], "own": torch.rand(5, 3, generator=generator)},
+        "importance_weights": {"policy": torch.rand(batch, generator=generator)},
+        "step_weights": {"two_hot": [1.0, 0.5, 0.25], "own": torch.rand(batch, 3, generator=generator)},
         "step_gradient_scale": {"policy": "unroll"},
-        "mask": {"two_hot": torch.rand(5, 3, generator=generator) < 0.7},
+        "mask": {"two_hot": torch.rand(batch, 3, generator=generator) < 0.7},
     }
-    factor = [grad_output, -2.0, 0.5, 1.0, 0.0] if options["reduction"] == "none" else grad_output
+    factors = [grad_output, -2.0, 0.5, 1.0, 0.0] * (batch // 5)
+    factor = factors if options["reduction"] == "none" else grad_output
     ours = converted(given, device)
     found = []
 
@@ -372,16 +426,17 @@ def test_head_weights(options, grad_output, dtype, device):
     weights = [given["head_weights"][name] for name in ("two_hot", "policy")]
     expected = torch.autograd.grad(truth.loss, weights, torch.as_tensor(factor, dtype=torch.float64))
     for a, b in zip(found, expected, strict=True):
-        check_close(a, b, torch.float32, what="gradient of a head weight")
+        check_close(a, b, torch.float32, max(largest(b), 1.0), "gradient of a head weight")
 
 
 @pytest.mark.parametrize("reduction", ["mean", "valid_mean"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_num_entries(masked, reduction, device):
+@pytest.mark.parametrize("batch", [5, *SEVERAL_BLOCKS])
+def test_num_entries(batch, masked, reduction, device):
     """Counts as numbers, as tensors of each type, and of 0; one head keeps its own."""
     heads = {name: heads_of(33)[name] for name in ("two_hot", "policy", "own", "end")}
-    predictions, targets = inputs_of(heads, 33, batch=5, steps=3)
-    mask = torch.rand(5, 3, generator=torch.Generator().manual_seed(3)) < 0.7
+    predictions, targets = inputs_of(heads, 33, batch, steps=3)
+    mask = torch.rand(batch, 3, generator=torch.Generator().manual_seed(3)) < 0.7
     options = {"mask": mask if masked else {"two_hot": mask}, "reduction": reduction}
     for counts in ((7, torch.tensor(11), torch.tensor(2.5)), (torch.tensor(0), torch.tensor(3.0).double(), 0.5)):
         given = {"num_entries": dict(zip(("two_hot", "policy", "own"), counts, strict=True))}
@@ -512,13 +567,14 @@ def test_dtypes_of_one_call(device):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
 @pytest.mark.parametrize("grad_output", [None, 0.5])
-def test_nonfinite(nonfinite, grad_output, dtype, device):
+@pytest.mark.parametrize("batch", [5, 70])
+def test_nonfinite(batch, nonfinite, grad_output, dtype, device):
     heads = heads_of(33)
-    predictions, targets = inputs_of(heads, 33, batch=5, steps=2)
+    predictions, targets = inputs_of(heads, 33, batch, steps=2)
     with torch.no_grad():
         predictions["two_hot"][0][1, 7] = math.nan
         predictions["policy"][1][3] = math.inf
-        predictions["distance"][0][4, 0] = -math.inf
+        predictions["distance"][0][batch - 1, 0] = -math.inf
     out, _ = check(heads, predictions, targets, device, dtype, nonfinite=nonfinite, grad_output=grad_output)
     assert out.num_nonfinite.item() == 3
     assert out.loss.isfinite().item() == (nonfinite == "skip")
