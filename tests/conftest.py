@@ -56,7 +56,7 @@ def pytest_configure(config):
 
 def pytest_ignore_collect(collection_path, config):
     """Ignore the tests of CUDA kernels without a GPU or a simulator, unless they are named on the command line."""
-    if collection_path.name != "test_cuda.py" and collection_path.parent.name != "gpu":
+    if collection_path.name not in ("test_cuda.py", "test_cuda_rows.py") and collection_path.parent.name != "gpu":
         return None
     import torch
 

@@ -106,18 +106,27 @@ class Tile {
 
 // ---- The elements of a row that one lane owns -----------------------------------------------------------------------
 
-// `lanes_per_row` lanes of a warp own a row together. Its elements are grouped into packets of `packet` elements, which
-// a lane accesses at once, and a lane owns every lanes_per_row-th packet. Packets are aligned to their size. If the
-// width is odd, a row may begin at an odd element: its first and last packets may be partly outside of the row, and
-// their elements are accessed one by one. The lanes of a row access lanes_per_row packets at once, from the beginning
-// of a sector of memory (32 bytes) on. If these packets are less than a sector, rows are copied through a tile in
-// shared memory.
+// `lanes_per_row` lanes of a warp own a row together. Its elements are grouped into packets of `packet` elements, and a
+// lane owns every lanes_per_row-th packet. If `at_once` is true, packets are aligned to their size, and a lane accesses
+// one at once; otherwise its elements are accessed one by one. If the width is odd, a row may begin at an odd element:
+// its first and last aligned packets may be partly outside of the row. The lanes of a row access lanes_per_row packets
+// at once, from the beginning of a sector of memory (32 bytes) on. If these packets are less than a sector, rows are
+// copied through a tile in shared memory.
+//
+// A sum over a row has the same bits wherever the row begins, although that decides which lane owns which elements:
+//
+// - elements whose indices are equal modulo kStep belong to one lane, which adds them in the order of their indices;
+// - if a row may begin at an odd element, the lane has a sum for each element of a packet, a chain, and joined() adds
+//   the chains of elements 2 i and 2 i + 1, although their lane may be the next one;
+// - lane_sum() adds the lanes at half of the distance around the row, then at a quarter, and so on, so that rotating
+//   the lanes does not change it;
+// - terms do not depend on where the row begins, and elements outside of it add 0.
 
 constexpr int log2_of(int power) {
   return power == 1 ? 0 : 1 + log2_of(power / 2);
 }
 
-template <class T, int width, int lanes_per_row, int packet>
+template <class T, int width, int lanes_per_row, int packet, bool at_once>
 struct LanePackets {
   static constexpr int kElementsPerSector = 32 / static_cast<int>(sizeof(T));
   static constexpr int kWidth = width, kLanes = lanes_per_row, kPacket = packet;
@@ -129,6 +138,8 @@ struct LanePackets {
   static constexpr int kPackets = (width + kMostBefore + kStep - 1) / kStep; // of a lane
   static constexpr int kElements = kPackets * packet;
   static constexpr int kMiddle = kPackets / 2;
+  static constexpr int kChains = kSplits ? packet : 1;
+  static_assert(packet <= 2);
   using Values = float[kElements];
   using Mask = std::conditional_t<(kElements >= 32), uint64_t, uint32_t>; // a bit for each element
   template <class U>
@@ -141,8 +152,29 @@ struct LanePackets {
     if constexpr (kTiled) {
       return {first};
     } else {
-      return {first - static_cast<int32_t>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % kElementsPerSector)};
+      const auto before = static_cast<int32_t>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % kElementsPerSector);
+      return {first - (at_once ? before : before & -packet)};
     }
+  }
+
+  // The chain of element n.
+  GRADSCALE_DEVICE static constexpr int chain(int n) {
+    return n % kChains;
+  }
+
+  // The sum of two chains of the row: of elements 2 i and 2 i + 1.
+  GRADSCALE_DEVICE float joined(const float (&chains)[kChains]) const {
+    if constexpr (kChains == 1) {
+      return chains[0];
+    } else {
+      const float next = __shfl_sync(kWholeWarp, chains[0], static_cast<int>(threadIdx.x) + 1, lanes_per_row);
+      return chains[1] + ((first & 1) == 0 ? chains[0] : next);
+    }
+  }
+
+  // The number of this lane among the lanes of the row, counted from the lane whose joined() has element 0.
+  GRADSCALE_DEVICE int rank() const {
+    return ((first + packet - 1) >> log2_of(packet)) & (lanes_per_row - 1);
   }
 
   // True if element n is inside the row. The result is a compile-time constant for most elements.
@@ -245,9 +277,9 @@ struct LanePackets {
   GRADSCALE_DEVICE static constexpr int compared(int n) {
     return index(kSplits ? n : n - n % packet);
   }
-  // True if packet c may be partly outside of the row.
+  // True if the elements of packet c are accessed one by one.
   GRADSCALE_DEVICE static constexpr bool is_split(int c) {
-    return kSplits && !is_whole(c);
+    return !at_once || (kSplits && !is_whole(c));
   }
 };
 

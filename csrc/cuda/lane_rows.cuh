@@ -14,8 +14,9 @@
 // - Exponent: the type of the differences d of logits from the maximum, and of the exponentials e = exp(x - maximum);
 // - begin_row(holder, packets, exponent): the following calls are about this row, whose numbers lane `holder` holds;
 // - target(packets, n, t): the target of element n of this lane, whose value in memory is t;
-// - add(sums, packets, n, e, d, t), add_lane(sums, packets, e): add element n, and a term for all elements of the lane,
-//   to the kSums sums of the row, of which gradient() needs the first kRowSums;
+// - add(sums, packets, n, e, d, t): adds element n to the kSums sums of its chain (LanePackets); gradient() needs the
+//   first kRowSums sums of the row;
+// - add_lane(chains, packets, e): sets the sums that are computed from all elements of the lane at once;
 // - add_illegal(sums, x, t), if kHasMetrics: called also for each element of a lane in which a logit is not finite;
 // - gradient(sums, packets, e, d, t): replaces e by the gradient; sums are of the whole row;
 // - counts(): false if the row is masked or skipped: its gradient is 0, and its logits do not enter metrics;
@@ -91,14 +92,15 @@ struct PartsOfSums {
   GRADSCALE_DEVICE float& part(int sum, int index, int holder) const {
     return shared[(sum * kParts + index) * kPitch + holder];
   }
-  GRADSCALE_DEVICE void put(int holder, float (&sums)[count]) const {
+  // `rank` is LanePackets::rank(), so that the order of the parts does not depend on where the row begins.
+  GRADSCALE_DEVICE void put(int holder, int rank, float (&sums)[count]) const {
 #pragma unroll
     for (int i = 0; i < count; ++i) {
       if constexpr (lanes_per_row > kParts) {
         sums[i] += __shfl_xor_sync(kWholeWarp, sums[i], kParts);
       }
       if (lanes_per_row == kParts || lane < kParts) {
-        part(i, lane % kParts, holder) = sums[i];
+        part(i, rank % kParts, holder) = sums[i];
       }
     }
   }
@@ -118,13 +120,13 @@ template <class T, class Default>
 using NotVoid = std::conditional_t<std::is_same_v<T, void>, Default, T>;
 
 // Rows of `width` logits T with targets U over them (void: none) and gradients G (void: none is wanted).
-// `lanes_per_row` lanes own a row, and each accesses `packet` elements at once.
-template <class T, class U, class G, int width, int lanes_per_row, int packet>
+// The others are as in LanePackets.
+template <class T, class U, class G, int width, int lanes_per_row, int packet, bool at_once>
 struct LaneShape {
   using Logit = T;
   using Probability = NotVoid<U, float>;
   using Gradient = NotVoid<G, T>;
-  using Packets = LanePackets<T, width, lanes_per_row, packet>;
+  using Packets = LanePackets<T, width, lanes_per_row, packet, at_once>;
   using Values = typename Packets::Values;
   static constexpr int kWidth = width, kLanes = lanes_per_row, kElements = Packets::kElements;
   static constexpr bool kHasTargets = !std::is_same_v<U, void>, kWantsGradient = !std::is_same_v<G, void>;
@@ -249,7 +251,7 @@ class LaneRows {
   GRADSCALE_DEVICE void compute(Formula& formula, int begin, int holder, RowResults<kSums>& own) {
     const Packets packets = packets_;
     Values e, d, t{};
-    float sums[kSums] = {}, square = 0, largest = 0;
+    float chains[Packets::kChains][kSums] = {}, square = 0, largest = 0;
     const float maximum = lane_maximum<kLanes>(maximum_of(largest));
     unpack_rows(d, t);
     const typename Formula::Exponent exponent(maximum);
@@ -262,7 +264,7 @@ class LaneRows {
 #pragma unroll
         for (int n = 0; n < kElements; ++n) {
           largest = larger(largest, finite_magnitude(x[n]));
-          formula.add_illegal(sums, x[n], formula.target(packets, n, target_values[n]));
+          formula.add_illegal(chains[Packets::chain(n)], x[n], formula.target(packets, n, target_values[n]));
         }
       }
       if (formula.counts()) {
@@ -274,9 +276,19 @@ class LaneRows {
       d[n] = exponent.difference(d[n]);
       e[n] = exponent.exponential(d[n]);
       t[n] = formula.target(packets, n, t[n]);
-      formula.add(sums, packets, n, e[n], d[n], t[n]);
+      formula.add(chains[Packets::chain(n)], packets, n, e[n], d[n], t[n]);
     }
-    formula.add_lane(sums, packets, e);
+    formula.add_lane(chains, packets, e);
+    float sums[kSums];
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      float parts[Packets::kChains];
+#pragma unroll
+      for (int k = 0; k < Packets::kChains; ++k) {
+        parts[k] = chains[k][i];
+      }
+      sums[i] = packets.joined(parts);
+    }
     if constexpr (Formula::kLoadsAhead) {
       load_next(begin + kSideBySide);
     }
@@ -308,7 +320,7 @@ class LaneRows {
         parts[i - kRowSums] = sums[i];
       }
       parts[kSums - kRowSums] = square;
-      partial_sums().put(holder, parts);
+      partial_sums().put(holder, packets.rank(), parts);
     }
     if (Formula::kFinishes && holder == warp_.lane) {
       own.maximum = maximum;
@@ -422,23 +434,23 @@ class BinSums {
   // This lane's part of the sum of e times (place() + from).
   template <class Packets>
   GRADSCALE_DEVICE float moment(const Packets& packets, const typename Packets::Values& e, float from) const {
+    float chains[Packets::kChains] = {};
     if constexpr (raw) {
-      return mirrored_moment(packets, e, from);
+      mirrored_moments(packets, e, from, chains);
     } else {
-      float sum = 0;
 #pragma unroll
       for (int n = 0; n < Packets::kElements; ++n) {
-        sum += e[n] * (place(packets, n) + from);
+        chains[Packets::chain(n)] += e[n] * (place(packets, n) + from);
       }
-      return sum;
     }
+    return packets.joined(chains);
   }
 
   template <class Packets, int count>
   GRADSCALE_DEVICE void add(float (&sums)[count], const Packets& packets, int n, float e, float d, float) const {
     sums[kSum] += e;
     if constexpr (!raw) {
-      sums[kMoment] += e * place(packets, n);
+      sums[kMoment] += e * (place(packets, n) + middle(packets)); // the place is exact
     }
     if constexpr (count > kShifted) {
       sums[kShifted] = fmaf(packets.exists(n) ? d : 0.0f, kShiftedUnit, sums[kShifted]);
@@ -446,11 +458,14 @@ class BinSums {
   }
   template <class Packets, int count>
   GRADSCALE_DEVICE void add_lane(
-      float (&sums)[count], const Packets& packets, const typename Packets::Values& e) const {
+      float (&chains)[Packets::kChains][count], const Packets& packets, const typename Packets::Values& e) const {
     if constexpr (raw) {
-      sums[kMoment] = moment(packets, e, 0);
-    } else {
-      sums[kMoment] += sums[kSum] * middle(packets);
+      float moments[Packets::kChains] = {};
+      mirrored_moments(packets, e, 0, moments);
+#pragma unroll
+      for (int k = 0; k < Packets::kChains; ++k) {
+        chains[k][kMoment] = moments[k];
+      }
     }
   }
 
@@ -460,7 +475,8 @@ class BinSums {
   // Its upper sum is added to the lower sum of the mirrored class, which is in another lane. If the row and its support
   // are symmetric, both sums have the same magnitude, and cancel exactly.
   template <class Packets>
-  GRADSCALE_DEVICE float mirrored_moment(const Packets& packets, const typename Packets::Values& e, float from) const {
+  GRADSCALE_DEVICE void mirrored_moments(
+      const Packets& packets, const typename Packets::Values& e, float from, float (&chains)[Packets::kChains]) const {
     constexpr int packet = Packets::kPacket, elements = Packets::kElements, last = Packets::kWidth - 1;
     static_assert(packet <= 2);
     float above[packet] = {}, below[packet] = {};
@@ -479,16 +495,15 @@ class BinSums {
         add_if(2 * (packets.first + Packets::index(n)) < last, n, below[n % packet]);
       }
     }
-    float sum = 0;
     const int lane = static_cast<int>(threadIdx.x) % Packets::kLanes, before = packet * lane - packets.first;
 #pragma unroll
     for (int k = 0; k < packet; ++k) {
       const int opposite = (last + 2 * before - packet * lane - k) & (Packets::kStep - 1);
       const float other = below[(last - k) & (packet - 1)];
-      sum += above[k] + held_by<Packets::kLanes>(
-                            (static_cast<int>(threadIdx.x) % 32 & -Packets::kLanes) + opposite / packet, other);
+      chains[Packets::chain(k)] +=
+          above[k] +
+          held_by<Packets::kLanes>((static_cast<int>(threadIdx.x) % 32 & -Packets::kLanes) + opposite / packet, other);
     }
-    return sum;
   }
 };
 

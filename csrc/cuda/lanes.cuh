@@ -203,6 +203,17 @@ GRADSCALE_DEVICE Packet<T, count> load_packet(const T* from) {
   return result;
 }
 
+// Loads elements that no thread writes, one by one.
+template <class T, int count>
+GRADSCALE_DEVICE Packet<T, count> load_elements(const T* from) {
+  Packet<T, count> result{};
+#pragma unroll
+  for (int k = 0; k < count; ++k) {
+    set(result, k, load_packet<T, 1>(from + k));
+  }
+  return result;
+}
+
 // Stores all elements in one access; in PTX for the same reason as store16.
 template <class T, int count>
 GRADSCALE_DEVICE void store_packet(void* to, const Packet<T, count>& packed) {

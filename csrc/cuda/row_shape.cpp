@@ -42,39 +42,38 @@ RowLanes lanes_of(
     return is_aligned(logits, packet) && is_aligned(gradient, packet) && is_aligned(target, packet);
   };
   if (logits.element == Element::float64 || width < 2 || !all_aligned(1)) {
-    return {0, 0};
+    return {};
   }
-  // If the width is odd, packets of two need rows of the same parity.
-  const bool has_pairs = width % 2 == 0 ? all_aligned(2) : is_parallel(logits, gradient) && is_parallel(logits, target);
-  const int32_t packet = has_pairs ? 2 : 1;
+  // If the width is odd, aligned packets of two need rows of the same parity.
+  const bool at_once = width % 2 == 0 ? all_aligned(2) : is_parallel(logits, gradient) && is_parallel(logits, target);
+  constexpr int32_t packet = 2;
   const int64_t tiles = std::max(bytes_in_tile(logits, width), bytes_in_tile(gradient, width));
   for (const LanesOfWidth& entry : table) {
     if (width <= entry.widest && entry.lanes > 1 && entry.lanes * packet * element_size(logits.element) >= kSector) {
-      return {entry.lanes, packet};
+      return {entry.lanes, packet, at_once};
     }
     if (width <= entry.widest && entry.lanes == 1 &&
         kRowThreads * (tiles + bytes_in_tile(target, width)) <= kSharedBytesOfBlock) {
-      return {1, width % 2 == 0 ? 2 : 1};
+      return {1, width % 2 == 0 ? packet : 1, true}; // from shared memory
     }
   }
-  return {0, 0};
+  return {};
 }
 
 // The lanes for rows that are too wide for a warp: all of a block, if its registers are enough.
 RowLanes block_lanes(int64_t width, const Rows& logits, const Rows& gradient, const Rows& target) {
   const auto bytes_of = [](const Rows& rows) { return rows.data == nullptr ? 0 : element_size(rows.element); };
   const int64_t largest = std::max<int64_t>({bytes_of(logits), bytes_of(gradient), bytes_of(target)});
-  const auto fits = [&](int64_t packet) {
-    return width % packet == 0 && packet * largest <= 16 && is_aligned(logits, packet) &&
-           is_aligned(gradient, packet) && is_aligned(target, packet);
+  const auto all_aligned = [&](int64_t packet) {
+    return is_aligned(logits, packet) && is_aligned(gradient, packet) && is_aligned(target, packet);
   };
   int32_t packet = 1;
-  while (fits(2 * packet)) {
+  while (width % (2 * packet) == 0 && 2 * packet * largest <= 16) {
     packet *= 2;
   }
   const int64_t packets = (width + packet * kRowThreads - 1) / (packet * kRowThreads);
   const bool has_registers = logits.element != Element::float64 && packets * packet <= kMostWideLogits;
-  return has_registers && fits(1) ? RowLanes{kRowThreads, packet} : RowLanes{0, 0};
+  return has_registers && all_aligned(1) ? RowLanes{kRowThreads, packet, all_aligned(packet)} : RowLanes{};
 }
 
 } // namespace

@@ -73,7 +73,8 @@ GRADSCALE_HOST_DEVICE int32_t rounded_rows_per_warp(int32_t rows_per_warp, int32
 
 struct RowLanes {
   int32_t per_row; // 0: a team of threads owns the row (rows.cuh); kRowThreads: a block (WideRows)
-  int32_t packet;  // elements that a lane accesses at once
+  int32_t packet;  // elements that a lane owns next to each other; depends only on the width and the types
+  bool at_once;    // packets are aligned, and a lane accesses one at once; otherwise element by element
 };
 
 // The lanes for rows of logits over bins or actions. Gradients and targets have the shape of the logits, or no data.

@@ -163,6 +163,17 @@ GRADSCALE_DEVICE void each_window(const T* row, int32_t width, const Team& team,
   }
 }
 
+// The same for parts of kVector<T> elements from the beginning of the row on, so that the order of sums does not depend
+// on where the row begins. Elements of parts that are not aligned are read one by one.
+template <class T, class A, class Function>
+GRADSCALE_DEVICE void each_part(const T* row, int32_t width, const Team& team, A absent, Function function) {
+  for (int32_t first = team.rank * kVector<T>; first < width; first += team.size * kVector<T>) {
+    A values[kVector<T>];
+    read_elements<kVector<T>>(row, width, first, absent, values);
+    function(values, first);
+  }
+}
+
 // ---- Rows of logits -------------------------------------------------------------------------------------------------
 
 // A row of logits, and the team of threads that owns it.
@@ -174,17 +185,17 @@ struct LogitsRow {
   int32_t width; // 0 for threads that have no row
   Team team;
 
-  // Calls function(logits, first) for the windows of this thread; logits outside of the row are -inf.
+  // Calls function(logits, first) for the parts of this thread; logits outside of the row are -inf.
   template <class Function>
-  GRADSCALE_DEVICE void each_window(Function function) const {
-    gradscale::each_window(logits, width, team, -static_cast<A>(INFINITY), function);
+  GRADSCALE_DEVICE void each_part(Function function) const {
+    gradscale::each_part(logits, width, team, -static_cast<A>(INFINITY), function);
   }
 
   // The largest logit; -inf for a row of NaN. Also finds the largest magnitude of this thread's finite logits.
   GRADSCALE_DEVICE A maximum(A& largest_finite) const {
     A largest = -static_cast<A>(INFINITY);
     largest_finite = A(0);
-    each_window([&](const A* x, int32_t) {
+    each_part([&](const A* x, int32_t) {
 #pragma unroll
       for (int k = 0; k < kSize; ++k) {
         largest = larger(largest, x[k]);

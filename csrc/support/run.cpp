@@ -73,7 +73,7 @@ void decode_on_device(const Decoding& decoding, const OnDevice& device) {
     centers.add(support.raw_centers_float, support.num_bins);
   }
   const RowLanes lanes =
-      has_small_centers(support) ? bin_lanes(support.num_bins, decoding.logits, decoding.gradient) : RowLanes{0, 0};
+      has_small_centers(support) ? bin_lanes(support.num_bins, decoding.logits, decoding.gradient) : RowLanes{};
   if (lanes.per_row > 0) {
     const int32_t rows_per_warp =
         rounded_rows_per_warp(balanced_rows_per_warp(decoding.count, multiprocessors()), lanes.per_row);
@@ -85,6 +85,7 @@ void decode_on_device(const Decoding& decoding, const OnDevice& device) {
          std::to_string(support.num_bins),
          std::to_string(lanes.per_row),
          std::to_string(lanes.packet),
+         lanes.at_once ? "true" : "false",
          kTransforms[support.raw ? 0 : static_cast<size_t>(support.transform)],
          support.raw ? "true" : "false"});
     const std::string name = instance("decode_by_lanes", {rows});

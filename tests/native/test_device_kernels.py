@@ -180,6 +180,13 @@ def test_launches_in_guarded_memory_give_the_same_bits_in_every_order(driver, tm
     assert found[0] == found[1]
 
 
+def test_results_do_not_depend_on_the_number_of_multiprocessors(driver):
+    """A warp has as many rows as divide the rows of a call among all warps of the GPU."""
+    calls = [(ROOT / "csrc", call) for call in launches.CALLS if "head" in call or "rows" in call]
+    found = [outcomes(driver, calls, PTX_MULTIPROCESSORS=count) for count in ("1", "132")]
+    assert found[0] == found[1]
+
+
 # ---- Faults ---------------------------------------------------------------------------------------------------------
 
 

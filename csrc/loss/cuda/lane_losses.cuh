@@ -13,10 +13,11 @@ namespace gradscale {
 
 // One lane holds the target of a row of TwoHot or HLGauss, a target over bins of targets.h that also has
 //
-// - kLanes: the largest number of lanes that may share the bins of a target;
+// - kLanes: the number of lanes that share the bins of a target, so that the order of their sum does not depend on the
+//   number of rows;
 // - count_of(lane): the number of bins of the target that `lane` holds;
 // - from_lane(lane): the target that `lane` holds;
-// - for_each_of(part, shift, function): for_each() for the bins of one of 2^shift parts.
+// - for_each_of(part, function): for_each() for the bins of one of kLanes parts.
 
 struct TwoHotBins : TwoBins<float> {
   static constexpr int kLanes = 1;
@@ -34,7 +35,7 @@ struct TwoHotBins : TwoBins<float> {
     return *this;
   }
   template <class Function>
-  GRADSCALE_DEVICE void for_each_of(int /*part*/, int /*shift*/, Function function) const {
+  GRADSCALE_DEVICE void for_each_of(int /*part*/, Function function) const {
     for_each(function);
   }
 };
@@ -56,7 +57,7 @@ struct GaussTails {
 };
 
 struct GaussBins : GaussTarget<GaussTails> {
-  static constexpr int kLanes = 16;
+  static constexpr int kLanes = 4;
 
   GRADSCALE_DEVICE GaussBins(double x, double sigma_ratio, const Support& support)
       : GaussTarget(x, support, static_cast<float>(kRootOfHalf / sigma_ratio)) {
@@ -73,8 +74,8 @@ struct GaussBins : GaussTarget<GaussTails> {
     return result;
   }
   template <class Function>
-  GRADSCALE_DEVICE void for_each_of(int part, int shift, Function function) const {
-    const int32_t bins = (end - begin + (1 << shift) - 1) >> shift; // of a part
+  GRADSCALE_DEVICE void for_each_of(int part, Function function) const {
+    const int32_t bins = (end - begin + kLanes - 1) / kLanes; // of a part
     const int32_t first = begin + part * bins;
     for_each(first, first + bins < end ? first + bins : end, function);
   }
@@ -114,7 +115,7 @@ struct LaneLoss {
 };
 
 // Cross-entropy with a sparse target. LaneRows stores the gradient without it for all bins. finish() then stores the
-// bins with mass again, with one lane per row, or several if the warp has few rows.
+// bins with mass again, with Bins::kLanes lanes per row.
 template <class Shape, class Bins, bool smooths, bool raw>
 class BinsLoss : public Shape, public BinSums<raw>, public LaneLoss {
   using RowFormula = CrossEntropy<float, 0>;
@@ -187,15 +188,6 @@ class BinsLoss : public Shape, public BinSums<raw>, public LaneLoss {
     return support;
   }
 
-  // log2 of the number of lanes that share the bins of a row: as many as the warp has per row, at most Bins::kLanes.
-  GRADSCALE_DEVICE int shift() const {
-    int shift = 0;
-    while ((2 << shift) <= Bins::kLanes && (warp.count << (shift + 1)) <= 32) {
-      ++shift;
-    }
-    return shift;
-  }
-
   // The value that `lane` holds.
   GRADSCALE_DEVICE static float from_lane(float value, int lane) {
     return Bins::kLanes == 1 ? value : __shfl_sync(kWholeWarp, value, lane);
@@ -209,39 +201,45 @@ class BinsLoss : public Shape, public BinSums<raw>, public LaneLoss {
       const RowsInMemory<Gradient>& to,
       float& own_correct,
       float& own_square) const {
-    const int lanes_shift = shift();
-    // The row whose bins this lane finishes, and the lane that holds its numbers.
-    const int index = Bins::kLanes == 1 ? warp.row : warp.lane >> lanes_shift;
-    const int lane = Bins::kLanes == 1 ? warp.lane : RowsOfWarp::holder_of(index, Shape::kLanes);
-    const Bins bins = bins_.from_lane(lane);
-    const Exponent exponent(from_lane(own_maximum, lane));
-    const float inverse_sum = from_lane(own_inverse_sum, lane);
-    const float c = from_lane(coefficient, lane);
-    const typename RowFormula::Factors factors{1, inverse_sum, inverse_sum, 0};
-    const bool is_counted = counts(lane);
-    float correct = 0, square = 0;
-    if (index < warp.count) {
-      const auto logits =
-          warp.at(static_cast<const Logit*>(block.segment.prediction.data), block.segment.prediction.stride);
-      const Logit* const x = logits.row(index);
-      Gradient* const gradient = to.row(index);
-      bins.for_each_of(warp.lane - (index << lanes_shift), lanes_shift, [&](int32_t bin, float mass) {
-        const float d = exponent.difference(to_accumulate(x[bin]));
-        correct += RowFormula::correct(mass * smoothing.share, d) * exponent.unit();
-        if constexpr (Shape::kWantsGradient) {
-          const float t = smooths ? smoothing.smoothed(mass) : mass;
-          const float value = c * RowFormula::gradient(factors, Exponent::exponential(d), t);
-          square += value * value;
-          gradient[bin] = from_accumulate<Gradient, float>(is_counted ? value : 0.0f);
-        }
-      });
+    constexpr int rows = 32 / Bins::kLanes; // at a time
+#pragma unroll 1
+    for (int begin = 0; begin < warp.count; begin += rows) {
+      // The row whose bins this lane finishes, and the lane that holds its numbers.
+      const int index = Bins::kLanes == 1 ? warp.row : begin + warp.lane / Bins::kLanes;
+      const int lane = Bins::kLanes == 1 ? warp.lane : RowsOfWarp::holder_of(index, Shape::kLanes);
+      const Bins bins = bins_.from_lane(lane);
+      const Exponent exponent(from_lane(own_maximum, lane));
+      const float inverse_sum = from_lane(own_inverse_sum, lane);
+      const float c = from_lane(coefficient, lane);
+      const typename RowFormula::Factors factors{1, inverse_sum, inverse_sum, 0};
+      const bool is_counted = counts(lane);
+      float correct = 0, square = 0;
+      if (index < warp.count) {
+        const auto logits =
+            warp.at(static_cast<const Logit*>(block.segment.prediction.data), block.segment.prediction.stride);
+        const Logit* const x = logits.row(index);
+        Gradient* const gradient = to.row(index);
+        bins.for_each_of(warp.lane % Bins::kLanes, [&](int32_t bin, float mass) {
+          const float d = exponent.difference(to_accumulate(x[bin]));
+          correct += RowFormula::correct(mass * smoothing.share, d) * exponent.unit();
+          if constexpr (Shape::kWantsGradient) {
+            const float t = smooths ? smoothing.smoothed(mass) : mass;
+            const float value = c * RowFormula::gradient(factors, Exponent::exponential(d), t);
+            square += value * value;
+            gradient[bin] = from_accumulate<Gradient, float>(is_counted ? value : 0.0f);
+          }
+        });
+      }
+      correct = lane_sum<Bins::kLanes>(correct);
+      square = lane_sum<Bins::kLanes>(square);
+      const int place = Bins::kLanes == 1 ? 0 : warp.row - begin; // of this lane's own row, among these
+      correct = from_lane(correct, Bins::kLanes * place & 31);
+      square = from_lane(square, Bins::kLanes * place & 31);
+      if (static_cast<unsigned>(place) < rows) {
+        own_correct += correct;
+        own_square += square;
+      }
     }
-    for (int distance = (1 << lanes_shift) / 2; distance > 0; distance /= 2) {
-      correct += __shfl_xor_sync(kWholeWarp, correct, distance);
-      square += __shfl_xor_sync(kWholeWarp, square, distance);
-    }
-    own_correct += from_lane(correct, (warp.row << lanes_shift) & 31);
-    own_square += from_lane(square, (warp.row << lanes_shift) & 31);
   }
 
   Bins bins_;
@@ -287,13 +285,15 @@ class PolicyLoss : public Shape, public LaneLoss {
   }
 
   GRADSCALE_DEVICE static void add(float (&sums)[kSums], const Packets&, int n, float e, float d, float t) {
-    const float correct = Packets::is_inside(n) ? RowFormula::correct_finite(t, d) : RowFormula::correct(t, d);
-    RowFormula::add(sums, e, t, correct, RowFormula::weighted(e, d));
+    RowFormula::add(sums, e, t, RowFormula::correct_finite(t, d), RowFormula::weighted(e, d));
+    if (!Packets::is_inside(n)) { // LaneRows may not pass it to add_illegal()
+      RowFormula::add_illegal(sums, d, t);
+    }
   }
   GRADSCALE_DEVICE static void add_illegal(float (&sums)[kSums], float x, float t) {
     RowFormula::add_illegal(sums, x, t);
   }
-  GRADSCALE_DEVICE static void add_lane(float (&)[kSums], const Packets&, const Values&) {
+  GRADSCALE_DEVICE static void add_lane(float (&)[Packets::kChains][kSums], const Packets&, const Values&) {
   }
 
   GRADSCALE_DEVICE void gradient(
@@ -327,12 +327,12 @@ class PolicyLoss : public Shape, public LaneLoss {
 
 // The kind of rows for loss_rows. U is the type of a policy's target: probabilities, or int64_t for a class; void for
 // bins.
-template <Kind kind, class T, class U, class G, int width, int lanes_per_row, int packet, int options>
+template <Kind kind, class T, class U, class G, int width, int lanes_per_row, int packet, bool at_once, int options>
 struct LossRows {
   static constexpr bool kIsPolicy = kind == Kind::soft_cross_entropy, kRaw = (options & kRawCenters) != 0;
   using Bins = std::conditional_t<kind == Kind::two_hot, TwoHotBins, GaussBins>;
   static constexpr bool kHasTargets = kIsPolicy && !std::is_same_v<U, int64_t>;
-  using Shape = LaneShape<T, std::conditional_t<kHasTargets, U, void>, G, width, lanes_per_row, packet>;
+  using Shape = LaneShape<T, std::conditional_t<kHasTargets, U, void>, G, width, lanes_per_row, packet, at_once>;
   using Formula = std::
       conditional_t<kIsPolicy, PolicyLoss<Shape, options>, BinsLoss<Shape, Bins, (options & kSmoothing) != 0, kRaw>>;
   using WarpRows = LaneRows<Formula>;

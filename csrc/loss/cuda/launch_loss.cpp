@@ -30,12 +30,13 @@ struct RowSpecification {
   std::optional<Element> target;   // a distribution over the logits, or an int64 class; none: something else
   std::optional<Element> gradient; // none: not wanted, or its type is read when the kernel runs
   int32_t width;                   // 0: code for all widths
-  int32_t lanes;   // that own a row: of a warp (LossRows), or a block (WideRows); 0: a team of threads (TeamRows)
-  int32_t packet;  // elements that a lane accesses at once
+  int32_t lanes;  // that own a row: of a warp (LossRows), or a block (WideRows); 0: a team of threads (TeamRows)
+  int32_t packet; // as in RowLanes, like the next one
+  bool at_once;
   int32_t options; // bits of RowOptions
 
   auto members() const {
-    return std::tie(kind, logits, target, gradient, width, lanes, packet, options);
+    return std::tie(kind, logits, target, gradient, width, lanes, packet, at_once, options);
   }
   bool operator==(const RowSpecification& other) const {
     return members() == other.members();
@@ -57,7 +58,7 @@ RowLanes lanes_of(const Segment& segment) {
   const Head& head = *segment.head;
   const Rows& target = segment.target;
   if (!has_logits(head.kind) || !has_small_centers(head.support) || !is_aligned({target.data, 0, target.element}, 1)) {
-    return {0, 0};
+    return {};
   }
   if (head.kind == Kind::soft_cross_entropy) {
     const Rows over_logits = target.element == Element::int64 ? Rows{} : target;
@@ -66,7 +67,7 @@ RowLanes lanes_of(const Segment& segment) {
   const bool has_few_bins =
       head.kind != Kind::hl_gauss ||
       (!head.support.raw && head.sigma_ratio >= kSmallestSigmaOfLanes && head.sigma_ratio <= kLargestSigmaOfLanes);
-  return has_few_bins ? bin_lanes(segment.width, segment.prediction, segment.gradient) : RowLanes{0, 0};
+  return has_few_bins ? bin_lanes(segment.width, segment.prediction, segment.gradient) : RowLanes{};
 }
 
 int32_t options_of(const Head& head) {
@@ -84,12 +85,12 @@ std::string RowSpecification::name() const {
   const auto name_of = [](std::optional<Element> type) { return type ? type_name(*type) : "void"; };
   const std::vector<std::string> types{type_name(logits), name_of(target), name_of(gradient)};
   const std::string of_width = std::to_string(width), of_packet = std::to_string(packet),
-                    bits = std::to_string(options);
+                    access = at_once ? "true" : "false", bits = std::to_string(options);
   if (lanes == kRowThreads) {
-    return instance("WideRows", {types[0], types[1], types[2], of_width, of_packet, bits});
+    return instance("WideRows", {types[0], types[1], types[2], of_width, of_packet, access, bits});
   }
   return instance(
-      "LossRows", {kind_name, types[0], types[1], types[2], of_width, std::to_string(lanes), of_packet, bits});
+      "LossRows", {kind_name, types[0], types[1], types[2], of_width, std::to_string(lanes), of_packet, access, bits});
 }
 
 // Specifies the kernel for the rows of a segment.
@@ -114,6 +115,7 @@ RowSpecification specification_of(const Segment& segment) {
   result.width = static_cast<int32_t>(segment.width);
   result.lanes = lanes.per_row;
   result.packet = lanes.packet;
+  result.at_once = lanes.at_once;
   return result;
 }
 

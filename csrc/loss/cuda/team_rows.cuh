@@ -1,4 +1,4 @@
-// Rows of any type, width and support, computed by a team of threads, which reads them in windows of 16 bytes: logits
+// Rows of any type, width and support, computed by a team of threads, which reads them in parts of 16 bytes: logits
 // of one distribution, and the heads of regression_heads.h. TeamRows of multi_step_loss.cuh is their kind of rows.
 #pragma once
 
@@ -63,7 +63,7 @@ struct RowTask : RowOfThread {
 #pragma unroll
     for (int k = 0; k < size; ++k) {
       values[k] = factor.counts ? values[k] : A(0);
-      square += first + k >= 0 && first + k < width ? values[k] * values[k] : A(0);
+      square += first + k < width ? values[k] * values[k] : A(0);
     }
     if (gradient.element == kElementOf<T>) {
       write_elements<size>(gradient.as<T>(), width, first, values);
@@ -139,15 +139,14 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
   A largest_finite; // of this thread's logits
   const A maximum = row.maximum(largest_finite);
 
-  // Calls function(differences, targets, first) for the 16-byte windows of this thread.
-  const auto each_window = [&](auto function) {
-    row.each_window([&](A* x, int32_t first) {
+  // Calls function(differences, targets, first) for the parts of this thread.
+  const auto each_part = [&](auto function) {
+    row.each_part([&](A* x, int32_t first) {
       A t[size];
       target.read(first, t);
 #pragma unroll
       for (int k = 0; k < size; ++k) {
-        const bool inside = first + k >= 0 && first + k < task.width;
-        t[k] = inside ? smoothing.smoothed(t[k]) : A(0);
+        t[k] = first + k < task.width ? smoothing.smoothed(t[k]) : A(0);
         x[k] -= maximum;
       }
       function(x, t, first);
@@ -157,7 +156,7 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
   // The term of a class is added last: in a sum that contains it, the small terms of label smoothing would lose digits.
   const int32_t chosen = target.chosen();
   A sums[Formula::kSums] = {};
-  each_window([&](const A* d, const A* t, int32_t first) {
+  each_part([&](const A* d, const A* t, int32_t first) {
 #pragma unroll
     for (int k = 0; k < size; ++k) {
       const A correct = Formula::correct(first + k == chosen && chosen >= 0 ? smoothing.everywhere : t[k], d[k]);
@@ -187,7 +186,7 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
   A square = 0;
   if (task.wants_gradient()) {
     const auto factors = Formula::factors(sums, A(1) / sum, static_cast<A>(task.factor.coefficient));
-    each_window([&](const A* d, const A* t, int32_t first) {
+    each_part([&](const A* d, const A* t, int32_t first) {
       A gradient[size];
 #pragma unroll
       for (int k = 0; k < size; ++k) {
@@ -201,12 +200,12 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
 
 // ---- The heads of regression_heads.h --------------------------------------------------------------------------------
 
-// Calls function(prediction, target, first) for the 16-byte windows of this thread. Elements outside the row are 0, and
+// Calls function(prediction, target, first) for the parts of this thread. Elements outside the row are 0, and
 // are added to the sums of the row like others.
 template <class RowHead, class T, class A, class Function>
-GRADSCALE_DEVICE void each_window_pair(const RowTask& task, Function function) {
+GRADSCALE_DEVICE void each_pair(const RowTask& task, Function function) {
   const Support& transform = task.block.head.support;
-  each_window(task.prediction.as<const T>(), task.width, task.team, A(0), [&](const A* x, int32_t first) {
+  each_part(task.prediction.as<const T>(), task.width, task.team, A(0), [&](const A* x, int32_t first) {
     A t[kVector<T>] = {};
     dispatch_element(task.target.element, [&](auto type) {
       read_elements<kVector<T>>(task.target.as<const decltype(type)>(), task.width, first, A(0), t);
@@ -227,7 +226,7 @@ GRADSCALE_DEVICE void vector_row(const RowTask& task) {
   RowHead head{{static_cast<double>(task.block.segment.width), &task.block.head}};
   if constexpr (RowHead::kScales) {
     A largest_x = 0, largest_t = 0;
-    each_window_pair<RowHead, T, A>(task, [&](const A* x, const A* t, int32_t) {
+    each_pair<RowHead, T, A>(task, [&](const A* x, const A* t, int32_t) {
 #pragma unroll
       for (int k = 0; k < size; ++k) {
         largest_x = larger(largest_x, std::abs(x[k]));
@@ -247,7 +246,7 @@ GRADSCALE_DEVICE void vector_row(const RowTask& task) {
     square += task.template write_gradient<T, size>(first, gradient);
   };
   Sums<typename RowHead::Sum> sums{};
-  each_window_pair<RowHead, T, A>(task, [&](const A* x, const A* t, int32_t first) {
+  each_pair<RowHead, T, A>(task, [&](const A* x, const A* t, int32_t first) {
 #pragma unroll
     for (int k = 0; k < size; ++k) {
       const auto terms = head.terms(x[k], t[k]);
@@ -267,7 +266,7 @@ GRADSCALE_DEVICE void vector_row(const RowTask& task) {
   const double loss = head.finish(sums);
   if (RowHead::kGradientWaits && task.wants_gradient()) {
     factor = head.factor(task.factor.coefficient);
-    each_window_pair<RowHead, T, A>(task, write_gradient);
+    each_pair<RowHead, T, A>(task, write_gradient);
   }
   task.store(loss, 0, square, 0);
 }

@@ -14,9 +14,10 @@ namespace gradscale {
 // A block owns a row of `width` logits T. U is the type of its target: probabilities, or int64_t for a class. G is the
 // type of its gradient (void: none is wanted). A thread owns every kRowThreads-th packet of `packet` elements, issues
 // the loads of all its packets of logits and targets before it waits for the first, and keeps them in registers as they
-// are in memory. If there are too many, targets are loaded again for the gradient, from the cache. Bytes: logits and
-// targets are read once, gradients are written once.
-template <class T, class U, class G, int width, int packet, int options>
+// are in memory. If there are too many, targets are loaded again for the gradient, from the cache. If packets are not
+// aligned (`at_once` is false), their elements are accessed one by one, so that the order of sums depends only on the
+// width and the types. Bytes: logits and targets are read once, gradients are written once.
+template <class T, class U, class G, int width, int packet, bool at_once, int options>
 class WideRows {
   static constexpr bool kIsClass = std::is_same_v<U, int64_t>, kSmooths = (options & kSmoothing) != 0;
   static constexpr bool kOneHot = kIsClass && !kSmooths; // its targets, 0 for all but one action, cost nothing
@@ -61,9 +62,9 @@ class WideRows {
 #pragma unroll
     for (int c = 0; c < kPackets; ++c) {
       if (exists(c)) {
-        logits_[c] = load_packet<T, packet>(from + kStep * c);
+        logits_[c] = loaded(from + kStep * c);
         if constexpr (kKeepsTargets) {
-          targets_[c] = load_packet<Probability, packet>(targets_from_ + kStep * c);
+          targets_[c] = loaded(targets_from_ + kStep * c);
         }
       }
     }
@@ -80,6 +81,15 @@ class WideRows {
         shared(kFactor, 0) = static_cast<float>(factor.coefficient);
         shared(kFactor, 1) = factor.counts ? 1 : 0;
       }
+    }
+  }
+
+  template <class Element>
+  GRADSCALE_DEVICE static Packet<Element, packet> loaded(const Element* from) {
+    if constexpr (at_once) {
+      return load_packet<Element, packet>(from);
+    } else {
+      return load_elements<Element, packet>(from);
     }
   }
 
@@ -130,8 +140,13 @@ class WideRows {
       unpack(logits_[c], x);
       if constexpr (kKeepsTargets) {
         unpack(targets_[c], t);
-      } else if constexpr (!kIsClass) {
+      } else if constexpr (!kIsClass && at_once) {
         unpack(*reinterpret_cast<const Packet<Probability, packet>*>(targets_from_ + kStep * c), t);
+      } else if constexpr (!kIsClass) {
+#pragma unroll
+        for (int k = 0; k < packet; ++k) {
+          t[k] = static_cast<float>(to_accumulate(targets_from_[kStep * c + k]));
+        }
       }
 #pragma unroll
       for (int k = 0; k < packet; ++k) {
@@ -232,6 +247,14 @@ class WideRows {
     return largest;
   }
 
+  GRADSCALE_DEVICE static void store(Gradient* to, const float (&values)[packet]) {
+    constexpr int count = at_once ? packet : 1;
+#pragma unroll
+    for (int k = 0; k < packet; k += count) {
+      store_packet(to + k, packed<Gradient, count>(values + k));
+    }
+  }
+
   // Returns this thread's part of the sum of squares.
   GRADSCALE_DEVICE float write_gradient(const BinaryExponent& exponent, const float (&sums)[kSums], bool counts) {
     const Segment& s = block_.segment;
@@ -262,13 +285,14 @@ class WideRows {
       for (float value : gradient) {
         square = fmaf(value, value, square);
       }
-      store_packet(to + kStep * c, packed<Gradient, packet>(gradient));
+      store(to + kStep * c, gradient);
     });
     if (!counts) { // rarely: the branch costs less than a choice for each element
 #pragma unroll
       for (int c = 0; c < kPackets; ++c) {
         if (exists(c)) {
-          store_packet(to + kStep * c, Packet<Gradient, packet>{});
+          const float zeros[packet] = {};
+          store(to + kStep * c, zeros);
         }
       }
     }

@@ -91,10 +91,10 @@ class DecodeFormula : public Shape, public BinSums<raw> {
   int holder_ = 0;
 };
 
-template <class T, class G, int width, int lanes_per_row, int packet, Transform transform, bool raw>
+template <class T, class G, int width, int lanes_per_row, int packet, bool at_once, Transform transform, bool raw>
 struct LanesOfDecoding {
   using Argument = std::conditional_t<raw, RawLaneDecoding, LaneDecoding>;
-  using Shape = LaneShape<T, void, G, width, lanes_per_row, packet>;
+  using Shape = LaneShape<T, void, G, width, lanes_per_row, packet, at_once>;
   using Formula = DecodeFormula<Shape, transform, raw>;
   using Walk = LaneRows<Formula>;
   static constexpr int kBlocks = lane_blocks<Formula>(Formula::kWantsGradient ? (raw ? 92 : 64) : 46);
@@ -131,7 +131,7 @@ decode_by_lanes(GRADSCALE_ARGUMENT(typename Rows::Argument) arguments) {
 template <class T, class A, class Weight>
 GRADSCALE_DEVICE A weighted_sum(const LogitsRow<T>& row, A maximum, Weight weight) {
   A sum = 0;
-  row.each_window([&](const A* x, int32_t first) {
+  row.each_part([&](const A* x, int32_t first) {
 #pragma unroll
     for (int k = 0; k < kVector<T>; ++k) {
       sum += exp_nonpositive(x[k] - maximum) * weight(first + k);
@@ -144,11 +144,10 @@ GRADSCALE_DEVICE A weighted_sum(const LogitsRow<T>& row, A maximum, Weight weigh
 template <class T, class A>
 GRADSCALE_DEVICE int32_t peak_of(const LogitsRow<T>& row, A maximum) {
   double peak = row.width; // double: Team reduces floating-point types
-  row.each_window([&](const A* x, int32_t first) {
+  row.each_part([&](const A* x, int32_t first) {
 #pragma unroll
     for (int k = 0; k < kVector<T>; ++k) {
-      // Padding before the row is -inf, which is the maximum of a row of NaN.
-      peak = x[k] == maximum && first + k >= 0 && first + k < peak ? first + k : peak;
+      peak = x[k] == maximum && first + k < peak ? first + k : peak;
     }
   });
   return static_cast<int32_t>(-row.team.maximum(-peak));
@@ -182,7 +181,7 @@ decode_by_teams(GRADSCALE_ARGUMENT(TeamDecoding) arguments) {
   }
   const int32_t peak = peak_of(row, maximum), origin = peak < last ? peak : last; // a row of NaN has no peak
   const auto from_origin = [&](int32_t j) {
-    const int32_t inside = j < 0 ? 0 : (j < last ? j : last);
+    const int32_t inside = j < last ? j : last;
     return raw ? raw_centers[inside] - raw_centers[origin] : static_cast<A>(inside - origin);
   };
   const A expected = weighted_sum(row, maximum, from_origin) / sum;
@@ -193,7 +192,7 @@ decode_by_teams(GRADSCALE_ARGUMENT(TeamDecoding) arguments) {
                 static_cast<A>(bin_width(support));
   const A factor = static_cast<A>(d.grad_output.load(own.row)) * slope / sum;
   T* const gradient = static_cast<T*>(d.gradient.data) + own.row * d.gradient.stride;
-  row.each_window([&](A* x, int32_t first) {
+  row.each_part([&](A* x, int32_t first) {
 #pragma unroll
     for (int k = 0; k < kVector<T>; ++k) {
       x[k] = factor * exp_nonpositive(x[k] - maximum) * (from_origin(first + k) - expected);
