@@ -152,16 +152,16 @@ def _cases_of(dtype: torch.dtype) -> list[Case]:
 
     policy = gs.SoftCrossEntropy()
     return [
-        loss("TwoHot", gs.TwoHot(support), 601, 262, 293, usual=630),
+        loss("TwoHot", gs.TwoHot(support), 601, 286, 293, usual=630),
         of(
             "TwoHot 601 with gradient, stacked",
             partial(_loss, stacked=True),
             gs.TwoHot(support),
             601,
-            budget=262 if fp32 else 293,
+            budget=286 if fp32 else 293,
             batch=512,
         ),
-        loss("HLGauss", gs.HLGauss(support), 601, 290, 322, usual=760),
+        loss("HLGauss", gs.HLGauss(support), 601, 325, 322, usual=760),
         two_hot(255, 133, 141),
         loss("TwoHot, raw,", gs.TwoHot(raw), 255, 187, 193, issue=0.7 if fp32 else 0.9),
         # A row of 101 16-bit logits has few bytes for its number of shuffles.
