@@ -580,6 +580,19 @@ def test_nonfinite(batch, nonfinite, grad_output, dtype, device):
     assert out.loss.isfinite().item() == (nonfinite == "skip")
 
 
+def test_a_loss_that_overflows_when_it_is_rounded(device):
+    """The sum over heads, in float64, is larger than any float32."""
+    heads = {"a": gs.PerStepLoss(), "b": gs.PerStepLoss()}
+    losses = torch.tensor([1.0, 3e38, 2.0], device=device, requires_grad=True)
+    predictions = {name: [losses] for name in heads}
+    out = gs.multi_step_loss(heads, predictions, {}, nonfinite="skip", reduction="sum")
+    assert out.per_sample.tolist() == [2.0, math.inf, 4.0]
+    assert (out.num_nonfinite.item(), out.loss.item()) == (1, 6.0)
+    assert torch.autograd.grad(out.loss, losses)[0].tolist() == [2.0, 0.0, 2.0]
+    double = {name: [losses.double()] for name in heads}
+    assert gs.multi_step_loss(heads, double, {}, nonfinite="skip").num_nonfinite.item() == 0
+
+
 @pytest.mark.parametrize("grad_output", [None, math.inf])
 def test_weights_that_are_not_finite(grad_output, device):
     """A gradient scale of 0, a mask and nonfinite="skip" give gradients of 0 even where weights are NaN or inf."""

@@ -197,7 +197,8 @@ class BlockOfSamples {
     bool finite = true;
     if (active_) {
       pass_.per_sample.store(sample_, sample.loss);
-      finite = std::isfinite(pass_.per_sample.load(sample_)); // as the user reads it, after rounding
+      const auto rounded = static_cast<float>(sample.loss); // not loaded again, which would take a round to the cache
+      finite = pass_.per_sample.is_double ? std::isfinite(sample.loss) : std::isfinite(rounded);
       if (pass_.skips_nonfinite) {
         pass_.skipped.store(sample_, sample.loss);
         sample.reduced = finite ? sample.reduced : 0;
