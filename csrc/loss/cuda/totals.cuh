@@ -129,6 +129,7 @@ class BlockOfSamples {
       __syncthreads();
       if (leads_ && exists && set_ == 0) {
         HeadSums sums = parts_[threadIdx.x];
+#pragma unroll 1
         for (int i = 1; i < num_sets_; ++i) {
           add(sums, parts_[threadIdx.x + 32 * num_parts_ * i]);
         }
@@ -255,6 +256,7 @@ class BlockOfSamples {
       parts_[threadIdx.x] = sums;
       __syncthreads();
       if (part == 0 && h < num_heads_) {
+#pragma unroll 1
         for (int i = 1; i < warps_per_head_; ++i) {
           add(sums, parts_[threadIdx.x + 32 * i]);
         }
