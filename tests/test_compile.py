@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import shutil
 import sys
 import threading
@@ -283,6 +284,58 @@ def test_command(cache, tmp_path, into, capsys, monkeypatch):
     assert any(line.startswith("sm_80") and line.endswith("scale_dense<float>") for line in lines)
     assert lines[-1].endswith(f"in {folder}")
     assert len(list(folder.iterdir())) == len(lines) - 2
+
+
+def test_command_passes_if_a_kernel_spills(capsys, monkeypatch):
+    image = _kernels.Image(b"", "entry", 80, 0, 4)
+    monkeypatch.setattr(_kernels, "image_of", lambda *kernel: (image, "NVRTC 13.2"))
+    assert precompile.main(["--arch", "90", "--dtype", "float32"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"\d+ kernels spill registers to memory, which may be slower", lines[-2])
+
+
+def test_command_fails_if_a_kernel_does_not_compile(capsys, monkeypatch):
+    image_of = _kernels.image_of
+
+    def fails_for_one(file, name, gpu):
+        if name == "scale_dense<float>" and gpu == "sm_80":
+            raise RuntimeError("NVRTC cannot compile it")
+        return _kernels.Image(b"", "entry", 80, 0, 0), "cache"
+
+    monkeypatch.setattr(_kernels, "image_of", fails_for_one)
+    assert precompile.main(["--arch", "80", "90", "--dtype", "float32"]) == 1
+    written = capsys.readouterr()
+    assert written.out.count("scale_dense<float>") == 1  # for sm_90
+    assert written.err == (
+        "gradscale_ext compile: 1 kernel could not be compiled; scale_dense<float> for sm_80: NVRTC cannot compile it\n"
+    )
+    monkeypatch.setattr(_kernels, "image_of", image_of)
+    monkeypatch.setattr(_kernels, "compiler", lambda: None)
+    assert precompile.main(["--arch", "80", "--dtype", "float32"]) == 1
+    assert "there is no compiler here: install NVRTC with" in capsys.readouterr().err
+
+
+def test_command_fails_if_the_folder_cannot_be_written(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(precompile, "loss_calls", lambda dtype, actions: [])
+    monkeypatch.setattr(precompile, "other_calls", lambda dtype: [scaled])
+    (tmp_path / "file").write_text("")
+    assert precompile.main(["--arch", "90", "--dtype", "float32", f"--into={tmp_path / 'file'}"]) == 1
+    assert "gradscale_ext compile: 1 kernel could not be compiled; scale_dense<float>" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--arch", "x"], "argument --arch: expected a compute capability such as 90 or 9.0, got 'x'"),
+        (["--arch", "9.a"], "argument --arch: expected a compute capability such as 90 or 9.0, got '9.a'"),
+        (["--arch", "90", "--actions", "0"], "argument --actions: expected an integer of at least 1, got '0'"),
+        (["--arch", "90", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+    ],
+)
+def test_command_with_wrong_arguments(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        precompile.main(arguments)
+    assert message in capsys.readouterr().err
 
 
 def test_command_without_a_gpu_needs_arch(monkeypatch):

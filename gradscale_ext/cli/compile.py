@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ import gradscale_ext as gs
 
 from .. import _kernels
 from .._native import _C
+from . import report
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 BATCH = 256
@@ -106,46 +108,73 @@ def other_calls(dtype: torch.dtype) -> list[Callable[[], object]]:
     return [flow, parameters, returns]
 
 
-def _compile(
-    kernel: tuple[str, str], gpu: str, into: Path | None
-) -> tuple[tuple[str, str], str, _kernels.Image, str, float]:
-    begin = time.perf_counter()
-    image, source = _kernels.compile_into(into, *kernel, gpu) if into else _kernels.image_of(*kernel, gpu)
-    return kernel, gpu, image, source, time.perf_counter() - begin
+def _architecture(text: str) -> str:
+    """Read a compute capability from the command line: 90, 9.0 or sm_90 is sm_90."""
+    found = re.fullmatch(r"(?:sm_)?(\d+)\.?(\d)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"expected a compute capability such as 90 or 9.0, got {text!r}")
+    return f"sm_{found[1]}{found[2]}"
 
 
-def _architectures(named: Sequence[str]) -> list[str]:
-    if named:
-        return [f"sm_{name.removeprefix('sm_').replace('.', '')}" for name in named]
+def _architectures_here() -> list[str]:
     found = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
     if not found:
         raise SystemExit("gradscale_ext compile: no GPU found; name the GPUs to compile for, as in --arch 90")
     return [f"sm_{major}{minor}" for major, minor in sorted(found)]
 
 
+def _row(kernel: tuple[str, str], gpu: str, into: Path | None) -> tuple[str, bool]:
+    """Compile a kernel. Returns its row of the table, and True if it spills registers.
+
+    Raises:
+        RuntimeError: the kernel could not be compiled or stored.
+    """
+    begin = time.perf_counter()
+    try:
+        image, source = _kernels.compile_into(into, *kernel, gpu) if into else _kernels.image_of(*kernel, gpu)
+    except (RuntimeError, OSError) as error:
+        raise RuntimeError(f"{kernel[1]} for {gpu}: {str(error).removeprefix('gradscale_ext: ')}") from error
+    seconds = time.perf_counter() - begin
+    numbers = f"{image.registers:>10}{image.shared:>8}{image.spilled:>9}{seconds:>9.2f}"
+    return f"{gpu:<8}{numbers}  {source:<12}{kernel[1]}", image.spilled > 0
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Compile a MuZero agent's kernels, and print their resource usage; the exit status is 1 if registers spill."""
+    """Compile a MuZero agent's kernels, and print their resource usage; the exit status is 1 if one cannot be
+    compiled."""
     parser = argparse.ArgumentParser(prog="python -m gradscale_ext compile", description=main.__doc__)
-    parser.add_argument("--arch", nargs="+", default=[], metavar="90", help="target GPUs (default: this machine's)")
+    parser.add_argument(
+        "--arch", nargs="+", type=_architecture, metavar="90", help="target GPUs (default: this machine's)"
+    )
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=DTYPES, help="dtypes of logits")
-    parser.add_argument("--actions", nargs="+", type=int, default=[18], metavar="18", help="numbers of actions")
+    parser.add_argument(
+        "--actions", nargs="+", type=report.positive, default=[18], metavar="18", help="numbers of actions"
+    )
     parser.add_argument("--into", type=Path, metavar="FOLDER", help="write to this folder, not to the cache")
     options = parser.parse_args(arguments)
     into = options.into and options.into.expanduser()
+    architectures = options.arch or _architectures_here()
     calls = [call for name in options.dtype for call in other_calls(DTYPES[name])]
     calls += [
         call for name in options.dtype for actions in options.actions for call in loss_calls(DTYPES[name], actions)
     ]
-    work = [(kernel, gpu) for kernel in kernels_of(calls) for gpu in _architectures(options.arch)]
+    kernels = kernels_of(calls)
     begin = time.perf_counter()
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        results = list(pool.map(lambda item: _compile(item[0], item[1], into), work))
+        results = [pool.submit(_row, kernel, gpu, into) for kernel in kernels for gpu in architectures]
+    failures = [error for result in results if (error := result.exception()) is not None]
+    rows = [result.result() for result in results if result.exception() is None]
     print(f"{'gpu':<8}{'registers':>10}{'shared':>8}{'spilled':>9}{'seconds':>9}  {'from':<12}kernel")
-    for (_, name), gpu, image, source, seconds in results:
-        print(f"{gpu:<8}{image.registers:>10}{image.shared:>8}{image.spilled:>9}{seconds:>9.2f}  {source:<12}{name}")
+    for line, _ in rows:
+        print(line)
+    if spilling := sum(spills for _, spills in rows):
+        print(f"{spilling} kernel{'s spill' if spilling > 1 else ' spills'} registers to memory, which may be slower")
     folder = into or _kernels.cache_folder()
-    print(f"{len(results)} kernels in {time.perf_counter() - begin:.1f} s, in {folder}")
-    return 1 if any(image.spilled for _, _, image, _, _ in results) else 0
+    print(f"{len(rows)} kernels in {time.perf_counter() - begin:.1f} s, in {folder}")
+    if failures:
+        count = f"{len(failures)} kernel{'s' if len(failures) > 1 else ''} could not be compiled"
+        print(f"gradscale_ext compile: {count}; {failures[0]}", file=sys.stderr)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -407,8 +407,16 @@ GRADSCALE_DEVICE void store_totals(
       tensor.index, totals.sums, tensor.size, tensor.implicit_zeros, totals.zeros, totals.nans, totals.infs, p);
 }
 
+// Blocks of window_sums() on a multiprocessor. Before sm_80, shared memory has room for one, and registers for three
+// would spill.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kWindowBlocks = 2;
+#else
+constexpr int kWindowBlocks = 3;
+#endif
+
 template <bool windows, class List>
-GRADSCALE_KERNEL(kThreads, windows ? 3 : 2)
+GRADSCALE_KERNEL(kThreads, windows ? kWindowBlocks : 2)
 chunk_statistics(GRADSCALE_ARGUMENT(StatisticsArguments<List>) arguments) {
   GRADSCALE_SHARED(FourCounters, counters, kFourCounters);
   GRADSCALE_SHARED(double, shared, kWarps);
