@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -279,7 +280,11 @@ def image_of(file: str, name: str, gpu: str) -> tuple[Image, str]:
     if image := _read(_file_of(PACKAGED, file, name, gpu, "")):
         return image, "package"
     using = _need_compiler(name)
-    target = _target_for(using, gpu)
+    return _compiled_image(using, file, name, _target_for(using, gpu))
+
+
+def _compiled_image(using: Compiler, file: str, name: str, target: str) -> tuple[Image, str]:
+    """The image of a kernel, and where it comes from: cache or compiler."""
     path = _file_of(cache_folder(), file, name, target, using.version)
     if image := _read(path):
         return image, "cache"
@@ -302,7 +307,41 @@ def compile_into(folder: Path, file: str, name: str, gpu: str) -> tuple[Image, s
     return image, using.version
 
 
-def code_and_entry(file: str, name: str, major: int, minor: int) -> tuple[bytes, str]:
-    """Give C++ the image of a kernel for GPUs of this compute capability, and its entry."""
-    image, _ = image_of(file, name, f"sm_{major}{minor}")
-    return image.code, image.entry
+def _images_for(file: str, name: str, gpu: str) -> Iterator[tuple[Image, str]]:
+    """The images of a kernel to try on a GPU, and where each comes from: package, machine code, PTX."""
+    if image := _read(_file_of(PACKAGED, file, name, gpu, "")):
+        yield image, "package"
+    using = _need_compiler(name)
+    target = _target_for(using, gpu)
+    image, _ = _compiled_image(using, file, name, target)
+    yield image, f"{using.version}, {target}"
+    if target.startswith("sm_"):
+        target = target.replace("sm_", "compute_")
+        image, _ = _compiled_image(using, file, name, target)
+        yield image, f"PTX of {using.version}, {target}"
+
+
+def code_and_entry(file: str, name: str, major: int, minor: int, errors: Sequence[str] = ()) -> tuple[bytes, str]:
+    """Give C++ an image of a kernel for GPUs of this compute capability, and its entry.
+
+    `errors` are the driver's errors for the images that this function returned before. An image of the package or of a
+    newer compiler may not load: then this machine's compiler makes one, and the driver compiles its PTX.
+
+    Raises:
+        RuntimeError: there is no other image; the message lists the images and their errors.
+    """
+    tried: list[str] = []
+    try:
+        for image, source in _images_for(file, name, f"sm_{major}{minor}"):
+            if len(tried) == len(errors):
+                return image.code, image.entry
+            tried.append(f"{source}: {errors[len(tried)]}")
+    except RuntimeError as error:
+        if not errors:
+            raise
+        tried.append(str(error).removeprefix("gradscale_ext: "))
+    raise RuntimeError(
+        f"gradscale_ext: the driver cannot load the kernel {name} for sm_{major}{minor} ({'; '.join(tried)}); update "
+        "the NVIDIA driver, or install the NVRTC of the CUDA version that it supports, which `python -m gradscale_ext` "
+        "prints"
+    )

@@ -46,7 +46,8 @@ def pytest_configure(config):
         from gradscale_ext import _kernels
         from gradscale_ext._native import _C
 
-        def ptx(file, name, major, minor):
+        def ptx(file, name, major, minor, errors):
+            assert not errors, errors
             image, _ = _kernels.image_of(file, name, f"compute_{major}{minor}")
             return image.code, image.entry
 

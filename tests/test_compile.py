@@ -47,15 +47,16 @@ def stand_in(request):
         pytest.skip("the simulated driver is not built (make test)")
     if request.config.getoption("--simulated-kernels"):
         pytest.skip("with --simulated-kernels, every test runs on the simulated driver")
-    _C.set_kernel_images(lambda file, name, major, minor: _code(file, name, f"compute_{major}{minor}"))
+    _C.set_kernel_images(_ptx)
     _C.use_driver_for_cpu(str(DRIVER))
     yield ctypes.CDLL(str(DRIVER))
     _C.use_driver_for_cpu(None)
     _C.set_kernel_images(None)
 
 
-def _code(file, name, target):
-    image, _ = _kernels.image_of(file, name, target)
+def _ptx(file, name, major, minor, errors):
+    assert not errors, errors
+    image, _ = _kernels.image_of(file, name, f"compute_{major}{minor}")
     return image.code, image.entry
 
 
@@ -374,9 +375,8 @@ def test_nothing_is_loaded_during_a_capture(stand_in):
 
     stand_in.gradscale_pretend_capture(1)
     try:
-        with pytest.raises(
-            RuntimeError, match=r"not loaded yet.*while a CUDA graph is captured. Run the same call once"
-        ):
+        expected = r"not loaded yet.*while a CUDA graph is captured.*tensors of the same shapes, dtypes and alignment"
+        with pytest.raises(RuntimeError, match=expected):
             scale()
     finally:
         stand_in.gradscale_pretend_capture(0)
@@ -387,11 +387,63 @@ def test_nothing_is_loaded_during_a_capture(stand_in):
     assert x.grad.tolist() == [0.125] * 7
 
 
-def test_the_error_names_an_image_that_the_driver_rejects(stand_in):
-    _C.set_kernel_images(lambda *kernel: (b"no image", "entry"))
-    x = torch.zeros(7, dtype=torch.float64, requires_grad=True)
-    with pytest.raises(RuntimeError, match=r"the kernel scale_dense<double> could not be loaded"):
-        gs.scale_gradient(x, torch.tensor([0.5])).backward(torch.ones(7, dtype=torch.float64))
+def _half_of(dtype):
+    x = torch.zeros(7, dtype=dtype, requires_grad=True)
+    gs.scale_gradient(x, torch.tensor([0.5])).backward(torch.ones(7, dtype=dtype))
+    return x.grad
+
+
+def test_other_images_are_tried_if_one_does_not_load(stand_in, tmp_path, monkeypatch):
+    """The simulated driver loads neither the machine code of the package nor that of the compiler, only PTX."""
+    asked = []
+
+    def images(*arguments):
+        asked.append(arguments)
+        return _kernels.code_and_entry(*arguments)
+
+    monkeypatch.setattr(_kernels, "PACKAGED", tmp_path / "kernels")
+    _kernels.compile_into(tmp_path / "kernels", FILE, "scale_dense<double>", "sm_90")
+    _C.set_kernel_images(images)
+    assert _half_of(torch.float64).tolist() == [0.5] * 7
+    assert [len(errors) for *_, errors in asked] == [0, 1, 2]
+    assert {arguments[:4] for arguments in asked} == {(FILE, "scale_dense<double>", 9, 0)}
+
+
+def test_the_error_lists_the_images_that_the_driver_cannot_load(tmp_path, monkeypatch):
+    kernel = (FILE, NAME, 9, 0)
+    monkeypatch.setattr(_kernels, "PACKAGED", tmp_path / "kernels")
+    packaged, _ = _kernels.compile_into(tmp_path / "kernels", FILE, NAME, "sm_90")
+    version = _kernels.compiler().version
+    assert _kernels.code_and_entry(*kernel) == (packaged.code, packaged.entry)
+    assert _kernels.code_and_entry(*kernel, ["a"])[0].startswith(b"\x7fELF")
+    assert b".target sm_90" in _kernels.code_and_entry(*kernel, ["a", "b"])[0]
+    expected = f"{NAME} for sm_90 (package: a; {version}, sm_90: b; PTX of {version}, compute_90: c); update the NVIDIA"
+    with pytest.raises(RuntimeError, match=re.escape(expected)):
+        _kernels.code_and_entry(*kernel, ["a", "b", "c"])
+    monkeypatch.setattr(_kernels, "compiler", lambda: None)
+    with pytest.raises(RuntimeError, match=r"\(package: a; the kernel .* there is no compiler here: install NVRTC"):
+        _kernels.code_and_entry(*kernel, ["a"])
+
+
+def test_ptx_of_an_older_gpu_is_tried_once():
+    """For a GPU that is newer than the compiler, the first image is PTX already."""
+    assert b".target sm_" in _kernels.code_and_entry(FILE, NAME, 99, 9)[0]
+    with pytest.raises(RuntimeError, match=r"for sm_999 \(NVRTC [\d.]+, compute_\d+: too new\); update the NVIDIA"):
+        _kernels.code_and_entry(FILE, NAME, 99, 9, ["too new"])
+
+
+def test_arguments_above_4_kb_need_a_driver_for_cuda_12_1(stand_in, monkeypatch):
+    monkeypatch.setenv("PTX_CUDA", "12000")
+    _C.use_driver_for_cpu(str(DRIVER))
+    expected = (
+        r"supports CUDA 12\.0 at most, but the kernel .* need a driver for CUDA 12\.1 or newer; update the driver"
+    )
+    with pytest.raises(RuntimeError, match=expected):
+        gs.l2_loss([torch.ones(3, requires_grad=True)])
+    assert _half_of(torch.float32).tolist() == [0.5] * 7  # whose arguments are smaller
+    monkeypatch.setenv("PTX_CUDA", "12010")
+    _C.use_driver_for_cpu(str(DRIVER))
+    assert gs.l2_loss([torch.ones(3, requires_grad=True)]).item() == 1.5
 
 
 def test_an_error_of_the_compiler_reaches_the_caller(stand_in):

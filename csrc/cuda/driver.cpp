@@ -22,6 +22,7 @@ struct Driver {
 #define GRADSCALE_FUNCTION(name, ...) \
   int (*name)(__VA_ARGS__) = reinterpret_cast<int (*)(__VA_ARGS__)>(library.sym(#name))
   GRADSCALE_FUNCTION(cuGetErrorString, int, const char**);
+  GRADSCALE_FUNCTION(cuDriverGetVersion, int*);
   GRADSCALE_FUNCTION(cuCtxGetCurrent, void**);
   GRADSCALE_FUNCTION(cuCtxSetCurrent, void*);
   GRADSCALE_FUNCTION(cuDevicePrimaryCtxRetain, void**, int);
@@ -34,7 +35,10 @@ struct Driver {
   GRADSCALE_FUNCTION(cuLaunchKernel, void*, U, U, U, U, U, U, U, void*, void**, void**);
 #undef GRADSCALE_FUNCTION
 
+  int version = 0; // the newest CUDA that the driver supports: 13020 for 13.2
+
   explicit Driver(const char* name) : library(name, nullptr, /*leak_handle=*/true) {
+    cuDriverGetVersion(&version);
   }
 
   std::string error(int code) const {
@@ -46,7 +50,8 @@ struct Driver {
 
 // Constants of the CUDA driver.
 constexpr int kMultiprocessors = 16, kMajor = 75, kMinor = 76; // attributes of a device
-constexpr int kRelaxed = 2;                                    // capture mode: may load while other threads capture
+constexpr int kLargeArguments = 12010; // the first version whose kernels may have arguments of more than 4 KB
+constexpr int kRelaxed = 2;            // capture mode: may load while other threads capture
 
 // These Python functions are never freed, because the last launch may come after the interpreter's end.
 py::function* images = nullptr;
@@ -79,6 +84,10 @@ int current_device() {
   return device;
 }
 
+std::string version_text(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
 int attribute(int which, int device) {
   int value = 0;
   const int error = driver().cuDeviceGetAttribute(&value, which, device);
@@ -86,12 +95,31 @@ int attribute(int which, int device) {
   return value;
 }
 
-// Returns the image of a kernel for a device, and the name of its entry point.
-std::pair<std::string, std::string> image_of(const char* file, const std::string& name, int device) {
+// Returns the image of a kernel for a device, and the name of its entry point. `errors` are the driver's errors for the
+// images that were returned before; Python raises when there is no other image.
+std::pair<std::string, std::string> image_of(
+    const char* file, const std::string& name, int device, const std::vector<std::string>& errors) {
   const int major = attribute(kMajor, device), minor = attribute(kMinor, device);
   const py::gil_scoped_acquire gil;
   TORCH_CHECK(images != nullptr, "gradscale_ext: CUDA kernels are not available in this process");
-  return (*images)(file, name, major, minor).cast<std::pair<py::bytes, std::string>>();
+  py::list earlier;
+  for (const std::string& error : errors) {
+    earlier.append(error);
+  }
+  return (*images)(file, name, major, minor, earlier).cast<std::pair<py::bytes, std::string>>();
+}
+
+// Loads an image, and returns the driver's error. `function` is the kernel.
+int load(const std::string& image, const std::string& entry, void*& function) {
+  int mode = kRelaxed;
+  check(driver().cuThreadExchangeStreamCaptureMode(&mode), "cuThreadExchangeStreamCaptureMode");
+  void* module = nullptr;
+  int error = driver().cuModuleLoadData(&module, image.c_str());
+  if (error == 0) {
+    error = driver().cuModuleGetFunction(&function, module, entry.c_str());
+  }
+  check(driver().cuThreadExchangeStreamCaptureMode(&mode), "cuThreadExchangeStreamCaptureMode"); // as it was
+  return error;
 }
 
 // Returns the driver's function for a kernel. Compiles and loads the kernel if it is not loaded on this device yet.
@@ -115,25 +143,23 @@ void* function_of(const char* file, const std::string& name, int device, void* s
       "gradscale_ext: the kernel ",
       name,
       " is not loaded yet, and loading is not possible while a CUDA graph is captured. Run the same call once before "
-      "the capture, with tensors of the same shapes and dtypes (torch.cuda.make_graphed_callables does that by "
-      "itself)");
-  const auto [image, entry] = image_of(file, name, device); // takes the GIL, so that the mutex must not be locked
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (void* function = find()) {
-    return function; // loaded by another thread
+      "the capture, with tensors of the same shapes, dtypes and alignment: slices that begin at the same offset "
+      "(torch.cuda.make_graphed_callables does that by itself)");
+  std::vector<std::string> errors;
+  while (true) {
+    const auto [image, entry] = image_of(file, name, device, errors); // takes the GIL: the mutex must not be locked
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (void* function = find()) {
+      return function; // loaded by another thread
+    }
+    void* function = nullptr;
+    const int error = load(image, entry, function);
+    if (error == 0) {
+      functions[{device, name}] = function;
+      return function;
+    }
+    errors.push_back(driver().error(error));
   }
-  int mode = kRelaxed;
-  check(driver().cuThreadExchangeStreamCaptureMode(&mode), "cuThreadExchangeStreamCaptureMode");
-  void* module = nullptr;
-  void* function = nullptr;
-  int error = driver().cuModuleLoadData(&module, image.c_str());
-  if (error == 0) {
-    error = driver().cuModuleGetFunction(&function, module, entry.c_str());
-  }
-  check(driver().cuThreadExchangeStreamCaptureMode(&mode), "cuThreadExchangeStreamCaptureMode"); // as it was
-  TORCH_CHECK(error == 0, "gradscale_ext: the kernel ", name, " could not be loaded: ", driver().error(error));
-  functions[{device, name}] = function;
-  return function;
 }
 
 } // namespace
@@ -150,13 +176,22 @@ std::string instance(const std::string& template_name, const std::vector<std::st
 }
 
 void OnDevice::start(
-    const char* file, const std::string& name, int64_t blocks, int threads, const void* argument) const {
+    const char* file, const std::string& name, int64_t blocks, int threads, const void* argument, size_t bytes) const {
   if (recorder != nullptr) {
     const py::gil_scoped_acquire gil;
     (*recorder)(file, name);
     return;
   }
   TORCH_CHECK(blocks <= INT32_MAX, "gradscale_ext: ", name, " would need more than 2^31 - 1 blocks; split the call");
+  TORCH_CHECK(
+      bytes <= 4096 || driver().version >= kLargeArguments,
+      "gradscale_ext: the NVIDIA driver supports CUDA ",
+      version_text(driver().version),
+      " at most, but the kernel ",
+      name,
+      " has arguments of more than 4 KB, which need a driver for CUDA ",
+      version_text(kLargeArguments),
+      " or newer; update the driver");
   void* function = function_of(file, name, current_device(), stream_);
   void* pointers[] = {const_cast<void*>(argument)};
   const int error = driver().cuLaunchKernel(

@@ -48,12 +48,13 @@ class OnDevice {
   void launch(const char* file, const std::string& name, int64_t blocks, int threads, const Argument& argument) const {
     static_assert(std::is_trivially_copyable<Argument>::value && sizeof(Argument) <= 32764);
     if (blocks != 0) {
-      start(file, name, blocks, threads, &argument);
+      start(file, name, blocks, threads, &argument, sizeof(Argument));
     }
   }
 
  private:
-  void start(const char* file, const std::string& name, int64_t blocks, int threads, const void* argument) const;
+  void start(
+      const char* file, const std::string& name, int64_t blocks, int threads, const void* argument, size_t bytes) const;
 
   c10::DeviceGuard guard_;
   void* stream_ = nullptr; // a CUstream; null is the default stream
@@ -105,9 +106,10 @@ class TableBuilder {
 
 // ---- Python ---------------------------------------------------------------------------------------------------------
 
-// `image(file, name, major, minor)` returns the image of a kernel for GPUs of this compute capability, as bytes, and
-// the name of its entry point. It is called with the GIL held, at the first launch of a kernel on a device. If no
-// function is set, no kernels run for CUDA tensors.
+// `image(file, name, major, minor, errors)` returns the image of a kernel for GPUs of this compute capability, as
+// bytes, and the name of its entry point. It is called with the GIL held, at the first launch of a kernel on a device,
+// and again while the driver cannot load the image: `errors` are the driver's errors for the images so far. It raises
+// if there is no other image. If no function is set, no kernels run for CUDA tensors.
 void set_kernel_images(std::optional<pybind11::function> image);
 
 // Treats CPU tensors as tensors of a GPU whose driver is `library`, a substitute for the CUDA driver, until the next

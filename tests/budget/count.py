@@ -36,7 +36,8 @@ class Images:
         self.images: dict[str, _kernels.Image] = {}
         self.blocks: dict[str, list[sass.Block]] = {}
 
-    def ptx(self, file: str, name: str, major: int, minor: int) -> tuple[bytes, str]:
+    def ptx(self, file: str, name: str, major: int, minor: int, errors: list[str]) -> tuple[bytes, str]:
+        assert not errors, errors
         image = _kernels._compiled(self.compiler, file, name, f"sm_{major}{minor}")
         self.names[image.entry] = file, name
         self.images[image.entry] = image

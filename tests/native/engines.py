@@ -80,7 +80,8 @@ def with_fault(fault: int) -> dict[str, Results]:
     """The results of all engines."""
     sources, folder = Path(sys.argv[2]), Path(sys.argv[3])
 
-    def compiled(file: str, name: str, major: int, minor: int) -> tuple[bytes, str]:
+    def compiled(file: str, name: str, major: int, minor: int, errors: list[str]) -> tuple[bytes, str]:
+        assert not errors, errors
         path = folder / hashlib.sha256(f"{file} {name}".encode()).hexdigest()
         if not path.exists():
             code, entry, _ = _kernels.Nvrtc().compile(file, name, f"compute_{major}{minor}")

@@ -132,8 +132,9 @@ CALLS = {
 }
 
 
-def compiled(file: str, name: str, major: int, minor: int) -> tuple[bytes, str]:
+def compiled(file: str, name: str, major: int, minor: int, errors: list[str]) -> tuple[bytes, str]:
     """The code and entry of a kernel: from the cache, or compiled if the sources are a copy."""
+    assert not errors, errors
     if _kernels.SOURCES == SOURCES:
         image, _ = _kernels.image_of(file, name, f"compute_{major}{minor}")
         return image.code, image.entry

@@ -12,6 +12,7 @@
 //   PTX_SLICE    instructions that a warp runs before the next warp runs (default 0: until a barrier or its return)
 //   PTX_ORDER    reverse: the last block and the last warp come first
 //   PTX_MULTIPROCESSORS  number of multiprocessors (default 132; read only once): with fewer, fewer rows fill the GPU
+//   PTX_CUDA     the version that cuDriverGetVersion reports (default 13000; read when the driver is opened)
 //   PTX_LIMIT    warp instructions after which a launch fails (default 4000000000)
 #include "warp.h"
 
@@ -55,7 +56,6 @@ const Error kErrors[] = {
     {launch_failed, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
     {capture_unsupported, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "operation not permitted when stream is capturing"}};
 
-constexpr int kVersion = 13000; // of CUDA
 constexpr int kCapability = 90;
 constexpr int kRelaxed = 2; // CU_STREAM_CAPTURE_MODE_RELAXED
 char primary_context;       // its address is the context
@@ -184,7 +184,7 @@ DRIVER cuInit(unsigned flags) {
 }
 
 DRIVER cuDriverGetVersion(int* version) {
-  *version = kVersion;
+  *version = std::stoi(environment("PTX_CUDA", "13000"));
   return success;
 }
 
