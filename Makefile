@@ -23,7 +23,7 @@
 # make lint      formatting, linters, types, messages of commits
 # make gpu       on a machine with a GPU: build, test, run compute-sanitizer, and measure, in 9 minutes and without a
 #                network; write bench/results/<name of the GPU>.json   make gpu PYTHON=python3 RESULTS=folder MINUTES=9
-# make cuda-check  without a GPU, compile the CUDA kernels that have an instruction budget, for four generations of
+# make cuda-check  without a GPU, compile the CUDA kernels that have an instruction budget, for seven generations of
 #                GPUs, and count their instructions; write bench/results/instructions.json, and fail if a kernel exceeds
 #                its budget or spills registers
 #

@@ -32,7 +32,7 @@ from gpus import GPUS, floors, pipes_of, resident_warps  # noqa: E402
 
 from gradscale_ext import _kernels  # noqa: E402
 
-TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120")
+TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 USUAL_BATCH = 256
 Record = dict[str, Any]
 
