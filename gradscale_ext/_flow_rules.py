@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import Any
 
@@ -26,20 +25,8 @@ def call(operator: str, x: torch.Tensor | torch.fx.Proxy, *arguments: Any) -> to
     return overload(x, *arguments)  # type: ignore[no-any-return]
 
 
-@functools.cache
-def _register_counting() -> None:
-    """Register that `count_norms` needs replicated DTensors: every rank counts all norms."""
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.experimental import register_sharding
-
-    @register_sharding(torch.ops.gradscale_ext.count_norms.default)  # type: ignore[misc]
-    def _on_every_rank(counts: Any, norm: Any, within: Any, call: Any) -> Any:
-        return [([Replicate()], [Replicate()] * 4)]
-
-
 def distributed(x: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Replicate plain tensor arguments over the mesh of a DTensor `x`. Scalar tensors can stay plain."""
-    _register_counting()
     return tuple(
         _distributed.replicated(value, x.device_mesh) if isinstance(value, torch.Tensor) and value.dim() else value
         for value in arguments
@@ -93,20 +80,10 @@ def _norm_rule(operator: str) -> Any:
     """Make the vmap rule of an operator with one limit per norm: the mapped dimension becomes a batch dimension."""
 
     def rule(info: Any, in_dims: Dims, x: torch.Tensor, limit: Any, batch_dims: int, *others: Any) -> Any:
-        if any(dim is not None for dim in in_dims[2:]):
-            raise RuntimeError(
-                f"{operator}: the counters of the module must not be mapped by vmap; write None for its buffers in "
-                f"in_dims, or call the function gradscale_ext.{operator} instead of the module"
-            )
         x = _example_first(x, in_dims[0], info.batch_size)
         return call(operator, x, _aligned(limit, in_dims[1], batch_dims), batch_dims + 1, *others), 0
 
     return rule
-
-
-def _count_norms_rule(info: Any, in_dims: Dims, counts: torch.Tensor, *others: torch.Tensor) -> Any:
-    norm, within = (_example_first(x, dim, info.batch_size) for x, dim in zip(others[:2], in_dims[1:3], strict=True))
-    return torch.ops.gradscale_ext.count_norms(counts, norm, within, others[2]), 0
 
 
 for _rule, _operators, _overloads in (
@@ -115,4 +92,3 @@ for _rule, _operators, _overloads in (
 ):
     for _operator, _overload in itertools.product(_operators, _overloads):
         torch.library.register_vmap(f"gradscale_ext::{_operator}{_overload}", _rule(_operator))
-torch.library.register_vmap("gradscale_ext::count_norms", _count_norms_rule)

@@ -153,7 +153,7 @@ def clip_gradient_norm(
             [0.3000, 0.4000]])
     """
     group = group_of("clip_gradient_norm", process_group)
-    return _clip_gradient_norm(x, max_norm, batch_dims, norm_type, group, None)  # type: ignore[no-any-return]
+    return _clip_gradient_norm(x, max_norm, batch_dims, norm_type, group)  # type: ignore[no-any-return]
 
 
 def normalize_gradient(
@@ -252,16 +252,11 @@ def _apply(
 
 
 def _clip_gradient_norm(
-    x: Any,
-    max_norm: float | torch.Tensor,
-    batch_dims: int,
-    norm_type: float,
-    group: tuple[str, int],
-    counts: torch.Tensor | None,
+    x: Any, max_norm: float | torch.Tensor, batch_dims: int, norm_type: float, group: tuple[str, int]
 ) -> Any:
     limit = _flow_checks.limit("clip_gradient_norm", "max_norm", max_norm)
     dims, p = _flow_checks.groups("clip_gradient_norm", batch_dims, norm_type)
-    return _apply("clip_gradient_norm", _C.clip_gradient_norm, x, limit, dims, p, *group, counts)
+    return _apply("clip_gradient_norm", _C.clip_gradient_norm, x, limit, dims, p, *group)
 
 
 # ---- Modules --------------------------------------------------------------------------------------------------------
@@ -324,28 +319,26 @@ class _NormOperator(_Operator):
         self.batch_dims, self.norm_type = _flow_checks.groups(type(self).__name__, batch_dims, norm_type)
 
     def _shown(self) -> dict[str, Any]:
-        limits = {name: value for name, value in self._buffers.items() if name != "counts"}
-        return {**limits, "batch_dims": self.batch_dims, "norm_type": self.norm_type}
+        return {**self._buffers, "batch_dims": self.batch_dims, "norm_type": self.norm_type}
 
 
 class ClipGradientNorm(_NormOperator):
-    """`clip_gradient_norm` as a module; `max_norm` is a buffer, and norms are counted.
+    """`clip_gradient_norm` as a module; `max_norm` is a buffer.
 
-    Backward passes add to `counts`, an int64 buffer on the module's device, without a synchronisation; `seen` and
-    `clipped` are its two elements. A norm of 0 does not count, because a compiled graph cannot distinguish a zero
-    gradient from a missing one. A norm that is NaN counts as clipped. Where DistributedDataParallel broadcasts buffers,
-    rank 0 provides the counts. A compiled graph saves the buffers for its backward pass: change them before the forward
-    pass or after the backward pass.
+    A compiled graph saves the buffer for its backward pass: change it before the forward pass or after the backward
+    pass.
 
     >>> clip = ClipGradientNorm(1.0, batch_dims=1)
+    >>> clip
+    ClipGradientNorm(max_norm=1.0, batch_dims=1, norm_type=2.0)
     >>> x = torch.zeros(2, 2, requires_grad=True)
     >>> clip(x).backward(torch.tensor([[3.0, 4.0], [0.3, 0.4]]))
-    >>> clip, clip.seen.item(), clip.clipped.item()
-    (ClipGradientNorm(max_norm=1.0, batch_dims=1, norm_type=2.0), 2, 1)
+    >>> x.grad
+    tensor([[0.6000, 0.8000],
+            [0.3000, 0.4000]])
     """
 
     max_norm: torch.Tensor
-    counts: torch.Tensor
 
     def __init__(
         self,
@@ -355,26 +348,14 @@ class ClipGradientNorm(_NormOperator):
         norm_type: float = 2.0,
         process_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
-        """Keep the limit, and start counting at zero."""
+        """Keep the limit."""
         super().__init__(batch_dims, norm_type)
         self._keep(max_norm=_flow_checks.limit("ClipGradientNorm", "max_norm", max_norm))
         self._group = group_of("ClipGradientNorm", process_group)
-        self.register_buffer("counts", torch.zeros(2, dtype=torch.int64), persistent=False)
-        self._initial["counts"] = 0
-
-    @property
-    def seen(self) -> torch.Tensor:
-        """How many norms other than 0 backward passes have seen."""
-        return self.counts[0]
-
-    @property
-    def clipped(self) -> torch.Tensor:
-        """How many of them were not within the limit."""
-        return self.counts[1]
 
     def forward(self, x: Tree) -> Tree:
         """Return `x`, the norms of its gradient clipped."""
-        return _clip_gradient_norm(x, self.max_norm, self.batch_dims, self.norm_type, self._group, self.counts)  # type: ignore[no-any-return]
+        return _clip_gradient_norm(x, self.max_norm, self.batch_dims, self.norm_type, self._group)  # type: ignore[no-any-return]
 
 
 class NormalizeGradient(_NormOperator):

@@ -97,8 +97,6 @@ def norm_over_the_group_compiled(rank: int) -> None:
         x = torch.zeros(4, 3, dtype=torch.float64, requires_grad=True)
         function(x).backward(part(GRADIENT, rank))
         assert_close(x.grad, part(clipped(GRADIENT, 1.5, 1, 2.0), rank))
-    norms = GRADIENT.norm(dim=1)
-    assert module.counts.tolist() == [4, int((norms > 1.5).sum())]
 
 
 class Model(torch.nn.Module):

@@ -372,8 +372,8 @@ def operators_with_tensor_arguments(rank: int) -> None:
 
 
 @check
-def module_that_counts_norms(rank: int) -> None:
-    """Every rank counts the norms of all samples."""
+def norms_of_samples(rank: int) -> None:
+    """A norm is over a whole sample, however it is sharded."""
     torch.manual_seed(0)
     g = random(B, 4)
     norms = g.norm(dim=1)
@@ -382,8 +382,6 @@ def module_that_counts_norms(rank: int) -> None:
         module = gs.ClipGradientNorm(float(limit), batch_dims=1)
         x = spread(torch.zeros(B, 4, dtype=torch.float64).requires_grad_(), placement)
         module(x).backward(spread(g, placement))
-        assert module.counts.tolist() == [B, 2]
-        assert type(module.counts) is Tensor
         assert_same(x.grad, g * (limit / norms).clamp(max=1)[:, None])
 
 

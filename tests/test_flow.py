@@ -608,8 +608,6 @@ def test_functionalize(name, remove):
     x = torch.ones(2, 3, requires_grad=True)
     value = loss(x)
     (expected,) = torch.autograd.grad(value, x)
-    if name == "ClipGradientNorm":
-        operator.counts.zero_()
     for found in (
         torch.autograd.grad(functionalize(loss)(x), x)[0],
         torch.func.grad(functionalize(loss))(x),
@@ -619,8 +617,6 @@ def test_functionalize(name, remove):
     ):
         torch.testing.assert_close(found, expected)
     assert torch.equal(functionalize(loss)(x), value)
-    if name == "ClipGradientNorm":
-        assert operator.counts.tolist() == [12, 12]  # make_fx runs the function, too
 
 
 @pytest.mark.parametrize("modified", ["result", "input"])
@@ -704,9 +700,8 @@ def test_compiled_autograd(name, dtype):
             y = operator(2 * operator(3 * x))
             with context():
                 y.backward(gradient)
-            counts = operator.counts if isinstance(operator, torch.nn.Module) else torch.zeros(2)
-            results += [x.grad, counts.clone()]
-    for expected, found in zip(results[:4], results[4:], strict=True):
+            results.append(x.grad)
+    for expected, found in zip(results[:2], results[2:], strict=True):
         torch.testing.assert_close(found, expected)
 
 

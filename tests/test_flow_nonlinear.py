@@ -321,7 +321,7 @@ def test_sparse_gradients_of_linear_operators():
         (
             lambda x: gs.ClipGradientNorm(1.0).to("meta")(x),
             ValueError,
-            "max_norm must be on the device|counters must be",
+            "max_norm must be on the device",
         ),
     ],
 )
@@ -461,58 +461,7 @@ def test_scalars_are_read_in_the_forward_pass():
         assert torch.equal(x.grad, expected)
 
 
-# ---- Counters -------------------------------------------------------------------------------------------------------
-
-COUNTED = torch.tensor([[3.0, 4.0], [0.3, 0.4], [NAN, 1.0]])
-
-
-def _count(run) -> list[int]:
-    module = gs.ClipGradientNorm(1.0, batch_dims=1)
-    run(module)
-    assert module.seen.item() == module.counts[0].item()
-    assert module.clipped.item() == module.counts[1].item()
-    return module.counts.tolist()
-
-
-def test_counters():
-    loss = lambda module, x: (module(x * 1) * COUNTED).sum()
-    zeros = torch.zeros(3, 2)
-    assert _count(lambda m: through(m, COUNTED)) == [3, 2]
-    assert _count(lambda m: m(zeros.requires_grad_())) == [0, 0]
-    assert _count(lambda m: [through(m, COUNTED) for _ in range(4)]) == [12, 8]
-    assert _count(lambda m: through(m, COUNTED, create_graph=True)) == [3, 2]
-    assert _count(lambda m: torch.func.grad(lambda x: loss(m, x))(zeros)) == [3, 2]
-    assert _count(lambda m: torch.func.grad(lambda x: torch.func.functional_call(m, {}, (x,)).sum())(zeros)) == [3, 3]
-    batch = torch.zeros(5, 3, 2)
-    assert _count(lambda m: torch.func.vmap(torch.func.grad(lambda x: loss(m, x)))(batch)) == [15, 10]
-    assert _count(lambda m: torch.func.grad(lambda x: torch.func.vmap(lambda x: loss(m, x))(x).sum())(batch)) == [
-        15,
-        10,
-    ]
-    large = torch.ones(2, 40_000) * torch.tensor([[1.0], [1e-6]])
-    assert _count(lambda m: through(m, large)) == [2, 1]
-
-
-def test_norms_of_zero_are_not_counted():
-    """A compiled graph gets zeros where eager mode gets no gradient, so that zeros count in neither of them."""
-    g = torch.tensor([[0.0, -0.0], [0.3, 0.4], [3.0, 4.0]])
-    assert _count(lambda m: through(m, g)) == [2, 1]
-    assert _count(lambda m: through(m, g, create_graph=True)) == [2, 1]
-    assert _count(lambda m: through(m, torch.full((3, 2), 1e-45))) == [3, 0]
-    assert _count(lambda m: through(m, torch.full((3, 2), 1e-45), create_graph=True)) == [3, 0]
-    assert _count(lambda m: through(m, torch.tensor([[0.0], [1.0], [0.0]]).expand(3, 40_000).contiguous())) == [1, 1]
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("dynamic", [True, False])
-def test_counters_compiled(dynamic):
-    def run(module):
-        compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-        for _ in range(3):
-            through(compiled, COUNTED)
-
-    assert _count(run) == [9, 6]
-
+# ---- Several calls in compiled graphs --------------------------------------------------------------------------------
 
 INPUT = torch.linspace(-1, 2, 20).view(5, 4)
 
@@ -595,22 +544,8 @@ def _gradients_in_the_function(clip, compiled):
     return lambda x: step(step(x)).sum().backward()
 
 
-def _counts_reset_in_the_function(clip, compiled):
-    def step(x):
-        clip.counts.zero_()
-        return clip((2 * x).tanh())
-
-    function = compiled(step)
-
-    def run(x):
-        for _ in range(2):
-            function(x).sum().backward()
-
-    return run
-
-
 #: Functions of a module and of a function that compiles. They return a function that runs backward passes to an input.
-COUNTED_CALLS = (
+COMPILED_CALLS = (
     _two_calls,
     _two_graphs,
     _graph_break,
@@ -622,7 +557,6 @@ COUNTED_CALLS = (
     _two_batch_sizes,
     _mapped_calls,
     _gradients_in_the_function,
-    _counts_reset_in_the_function,
 )
 
 
@@ -630,46 +564,40 @@ COUNTED_CALLS = (
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("calls", "backend"),
-    [*((calls, "aot_eager") for calls in COUNTED_CALLS), (_two_calls, BACKEND), (_equal_calls, BACKEND)],
+    [*((calls, "aot_eager") for calls in COMPILED_CALLS), (_two_calls, BACKEND), (_equal_calls, BACKEND)],
 )
-def test_counts_of_compiled_calls(calls, backend):
-    """Gradients and counts equal eager mode."""
-    results = []
+def test_compiled_calls(calls, backend):
+    """Gradients equal eager mode."""
+    gradients = []
     for compiled in (lambda function, **_: function, functools.partial(_compiled, backend=backend)):
         x, clip = INPUT.clone().requires_grad_(), gs.ClipGradientNorm(0.3, batch_dims=1)
         calls(clip, compiled)(x)
-        results.append((x.grad, clip.counts.tolist()))
-    (expected, counts), (gradient, compiled_counts) = results
-    assert counts[0] >= counts[1] > 0
-    assert compiled_counts == counts
-    torch.testing.assert_close(gradient, expected)
+        gradients.append(x.grad)
+    torch.testing.assert_close(gradients[1], gradients[0])
 
 
 def _compiled(function, *, backend, fullgraph=True):
     return torch.compile(function, backend=backend, fullgraph=fullgraph)
 
 
-def test_counters_of_an_ensemble_raise():
-    modules = [gs.ClipGradientNorm(1.0) for _ in range(2)]
+def test_an_ensemble():
+    """Each member has its own limit."""
+    modules = [gs.ClipGradientNorm(limit) for limit in (1.0, 2.0)]
     _, buffers = torch.func.stack_module_state(modules)
 
-    def loss(buffers, x):
-        return torch.func.functional_call(modules[0], buffers, (x,)).sum()
+    def loss(x, buffers):
+        return (3 * torch.func.functional_call(modules[0], buffers, (x,))).sum()
 
-    with pytest.raises(RuntimeError, match="counters of the module must not be mapped by vmap"):
-        torch.func.vmap(loss)(buffers, torch.zeros(2, 3))
-
-
-def test_counters_are_not_in_the_state_dict():
-    assert list(gs.ClipGradientNorm(1.0).state_dict()) == ["max_norm"]
+    gradient = torch.func.vmap(torch.func.grad(loss))(torch.zeros(2, 4), buffers)
+    torch.testing.assert_close(gradient, torch.tensor([[0.5], [1.0]]).expand(2, 4))
 
 
 def test_opcheck():
     x = torch.randn(3, 2, requires_grad=True)
     operations = torch.ops.gradscale_ext
     for operation, arguments in (
-        (operations.clip_gradient_norm.default, (1.0, 1, 2.0, "", 1, None)),
-        (operations.clip_gradient_norm.tensor, (torch.ones(3), 1, 2.0, "", 1, None)),
+        (operations.clip_gradient_norm.default, (1.0, 1, 2.0, "", 1)),
+        (operations.clip_gradient_norm.tensor, (torch.ones(3), 1, 2.0, "", 1)),
         (operations.normalize_gradient.default, (1.0, 0, 2.0)),
         (operations.normalize_gradient.tensor, (torch.ones(()), 0, 2.0)),
         (operations.clip_gradient_value.default, (-1.0, 1.0)),

@@ -100,7 +100,7 @@ def test_bounds_under_a_meta_default_device():
 
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_from_the_meta_device_has_its_numbers(name):
-    """`to_empty` leaves memory as it is, and counts are not in the state dict."""
+    """`to_empty` leaves memory as it is."""
     expected = MODULES[name]()
     with torch.device("meta"):
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), MODULES[name]())

@@ -1,6 +1,4 @@
 // clip_gradient_norm, g * min(1, max_norm / |g|), and normalize_gradient, g * norm / |g|, with one norm for each group.
-// `counts`, if given, is int64 [2]: norms seen, and norms clipped. Norms of 0 are not counted, because a compiled graph
-// cannot distinguish a zero gradient from a missing one.
 #include "../cpu/range.h"
 #include "../cuda/driver.h"
 #include "../cuda/row_shape.h"
@@ -20,14 +18,12 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/ones_like.h>
-#include <ATen/ops/stack.h>
 #include <ATen/ops/view_as_real.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <limits>
 #include <string>
@@ -74,21 +70,12 @@ void rescale_groups(const RescaleCall& call) {
     scale_range_kernel(
         gradient.part(begin, size), static_cast<char*>(call.to) + begin * element_size(call.element), by);
   };
-  std::atomic<int64_t> seen{0};
-  std::atomic<int64_t> clipped{0};
   if (call.size <= kChunk) {
     at::parallel_for(0, call.groups, std::max<int64_t>(1, kChunk / call.size), [&](int64_t begin, int64_t end) {
-      int64_t own_seen = 0;
-      int64_t own_clipped = 0;
       for (int64_t i = begin; i < end; ++i) {
         const PowerSum sum = power_sum_kernel(gradient.part(i * call.size, call.size), call.p);
-        const Scaling by = scaling(call.rule, sum, call.p, limit_of(call, i));
-        scale(i * call.size, call.size, by);
-        own_seen += sum.sum != 0;
-        own_clipped += sum.sum != 0 && !by.within;
+        scale(i * call.size, call.size, scaling(call.rule, sum, call.p, limit_of(call, i)));
       }
-      seen += own_seen;
-      clipped += own_clipped;
     });
   } else {
     const int64_t chunks = (call.size + kChunk - 1) / kChunk;
@@ -111,14 +98,8 @@ void rescale_groups(const RescaleCall& call) {
         sum = added(sum, sums[group * chunks + chunk], call.p);
       }
       by[group] = scaling(call.rule, sum, call.p, limit_of(call, group));
-      seen += sum.sum != 0;
-      clipped += sum.sum != 0 && !by[group].within;
     }
     for_each_chunk([&](int64_t i, int64_t start, int64_t size) { scale(start, size, by[i / chunks]); });
-  }
-  if (call.counts != nullptr) {
-    call.counts[0] += seen;
-    call.counts[1] += clipped;
   }
 }
 
@@ -151,7 +132,7 @@ void launch_rescale(RescaleCall call, const OnDevice& device) {
 }
 
 at::Tensor rescaled_in_two_passes(
-    at::Tensor gradient, const Value& limit, const NormGroups& groups, double p, Rule rule, const at::Tensor& counts) {
+    at::Tensor gradient, const Value& limit, const NormGroups& groups, double p, Rule rule) {
   const at::DimVector batch(gradient.sizes().slice(0, groups.batch_dims)); // a copy, because gradient is reassigned
   const int64_t count = c10::multiply_integers(batch);
   const int64_t size = gradient.numel() / count;
@@ -169,7 +150,6 @@ at::Tensor rescaled_in_two_passes(
   call.size = (gradient.is_complex() ? 2 : 1) * size;
   call.p = p;
   call.rule = rule;
-  call.counts = counts.defined() ? counts.mutable_data_ptr<int64_t>() : nullptr;
   at::Tensor limits; // owns the memory
   if (const double* number = std::get_if<double>(&limit)) {
     call.limit = *number;
@@ -209,16 +189,6 @@ at::Tensor largest_of(const at::Tensor& elements, at::IntArrayRef inner) {
   const at::Tensor largest = elements.abs().amax(inner, /*keepdim=*/true);
   const at::Tensor usable = largest.gt(0).logical_and(largest.lt(std::numeric_limits<double>::infinity()));
   return at::where(usable, largest, at::ones_like(largest));
-}
-
-// Calls the operator count_norms, which is defined below.
-at::Tensor call_count_norms(
-    const at::Tensor& counts, const at::Tensor& norm, const at::Tensor& within, const at::Tensor& call) {
-  static const auto operation =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("gradscale_ext::count_norms", "")
-          .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&)>();
-  return operation.call(counts, norm, within, call);
 }
 
 // The norm of each group divided by the group's scale, and that scale. They are separate, so that no power overflows.
@@ -275,8 +245,7 @@ ScaledNorms norms_by_operations(
   return {norm_along(norms, groups.p, /*dims=*/{0}, /*keepdim=*/false, norms.scalar_type()), largest};
 }
 
-at::Tensor rescaled_by_operations(
-    const at::Tensor& incoming, const Value& limit, const NormGroups& groups, Rule rule, const at::Tensor& counts) {
+at::Tensor rescaled_by_operations(const at::Tensor& incoming, const Value& limit, const NormGroups& groups, Rule rule) {
   // If each group is a single element, the group gets a dimension of size 1.
   const bool single = groups.batch_dims == incoming.dim();
   const at::Tensor gradient = single ? incoming.unsqueeze(-1) : incoming;
@@ -304,12 +273,7 @@ at::Tensor rescaled_by_operations(
   for (size_t d = 0; d < missing; ++d) {
     bound = bound.unsqueeze(-1);
   }
-  at::Tensor within = norm.le(bound / scale);
-  if (counts.defined()) {
-    // A compiler merges equal calls, but not calls of at::empty: the empty tensor distinguishes this call.
-    within = call_count_norms(counts, norm, within, /*call=*/at::empty({}, within.options()));
-  }
-  const at::Tensor unchanged = rule == Rule::clip ? within : norm.eq(0);
+  const at::Tensor unchanged = rule == Rule::clip ? norm.le(bound / scale) : norm.eq(0);
   // Where a group is unchanged, both operands are replaced by 1, so that the unused quotient has no NaN derivative.
   const at::Tensor one = at::ones_like(norm);
   const at::Tensor factor = at::where(unchanged, one, bound) / at::where(unchanged, one, norm);
@@ -335,9 +299,8 @@ at::Tensor rescaled_by_operations(
 // ---- The operators --------------------------------------------------------------------------------------------------
 
 // The gradient with every group rescaled to its limit by the rule. A limit of 0 gives zeros, also where the gradient is
-// inf or NaN; a negative or NaN limit that check() could not see gives NaN. Adds to `counts`, if defined, the number of
-// groups and the number of groups whose norm is not within the limit.
-at::Tensor rescaled(at::Tensor gradient, Value limit, const NormGroups& groups, Rule rule, const at::Tensor& counts) {
+// inf or NaN; a negative or NaN limit that check() could not see gives NaN.
+at::Tensor rescaled(at::Tensor gradient, Value limit, const NormGroups& groups, Rule rule) {
   if (groups.process_group.empty() && gradient.sym_numel() == 0) {
     return gradient;
   }
@@ -346,10 +309,10 @@ at::Tensor rescaled(at::Tensor gradient, Value limit, const NormGroups& groups, 
   // The kernels process complex numbers as pairs, which is right for p = 2 only.
   const double* p = std::get_if<double>(&groups.p);
   const bool has_kernel = p != nullptr && (*p == 2 || !gradient.is_complex()) && groups.process_group.empty();
-  if (has_kernel && fused(gradient, {tensor != nullptr ? *tensor : at::Tensor(), counts})) {
-    return rescaled_in_two_passes(std::move(gradient), limit, groups, *p, rule, counts);
+  if (has_kernel && fused(gradient, {tensor != nullptr ? *tensor : at::Tensor()})) {
+    return rescaled_in_two_passes(std::move(gradient), limit, groups, *p, rule);
   }
-  return rescaled_by_operations(gradient, limit, groups, rule, counts);
+  return rescaled_by_operations(gradient, limit, groups, rule);
 }
 
 template <Rule rule>
@@ -363,7 +326,6 @@ struct Rescaled {
 
   Value limit;
   NormGroups groups;
-  at::Tensor counts; // only written, so that it need not be a saved variable
 
   template <class Self, class Visit>
   static void each(Self& self, Visit visit) {
@@ -373,7 +335,6 @@ struct Rescaled {
     if constexpr (kClips) {
       visit("process_group", self.groups.process_group);
       visit("process_group_size", self.groups.process_group_size);
-      visit("counts", self.counts);
     }
   }
 
@@ -398,18 +359,10 @@ struct Rescaled {
       smallest = tensor.dim() == 0 ? tensor.item<double>() : tensor.to(at::kDouble).min().item<double>();
     }
     TORCH_CHECK_VALUE(smallest >= 0, kName, ": ", kLimit, " must not be negative or NaN, but it is ", smallest);
-    TORCH_CHECK_VALUE(
-        !counts.defined() || counts.device() == x.device(),
-        kName,
-        ": the counters must be on the device of x, ",
-        x.device(),
-        ", but they are on ",
-        counts.device(),
-        "; move the module with .to()");
   }
 
   at::Tensor gradient(at::Tensor incoming) const {
-    return rescaled(std::move(incoming), limit, groups, rule, counts);
+    return rescaled(std::move(incoming), limit, groups, rule);
   }
 
   bool keeps_zeros() const {
@@ -417,44 +370,10 @@ struct Rescaled {
   }
 };
 
-// Adds to the counts, and returns a copy of `within`. A compiled graph passes the copy on to the gradient, so that it
-// keeps the call.
-//
-// The schema does not declare that `counts` changes, and its version does not change either. Otherwise a compiled
-// graph, which saves its inputs for the backward pass, could not run the backward passes of two calls: the first one
-// would modify a tensor that the second one has saved.
-at::Tensor count_norms(
-    const at::Tensor& counts, const at::Tensor& norm, const at::Tensor& within, const at::Tensor& /*call*/) {
-  const at::AutoDispatchBelowADInplaceOrView same_version;
-  const at::Tensor seen = norm.ne(0);
-  counts.add_(at::stack({seen.sum(), seen.logical_and(within.logical_not()).sum()}));
-  return within.clone();
-}
-
-// If the function that is functionalized has changed the counts itself, they are an intermediate result of its graph,
-// and counting must be an operation of the graph as well.
-void count_norms_functionalized(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const at::ArrayRef<c10::IValue> arguments = arguments_of(op, *stack);
-  const at::Tensor counts = arguments[0].toTensor();
-  const bool has_changed = at::functionalization::impl::isFunctionalTensor(counts) &&
-                           at::functionalization::impl::unsafeGetFunctionalWrapper(counts)->has_data_mutation();
-  const at::Tensor within =
-      has_changed ? count_norms(counts, arguments[1].toTensor(), arguments[2].toTensor(), arguments[3].toTensor())
-                  : called_below_functionalization(op, arguments);
-  return_from(op, *stack, within);
-}
-
 } // namespace
 
 TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
-  m.def("count_norms(Tensor counts, Tensor norm, Tensor within, Tensor call) -> Tensor");
-  m.impl("count_norms", c10::DispatchKey::CompositeExplicitAutograd, count_norms);
-  m.impl(
-      "count_norms",
-      c10::DispatchKey::Functionalize,
-      torch::CppFunction::makeFromBoxedFunction<&count_norms_functionalized>());
-  m.impl("count_norms", c10::DispatchKey::Autograd, torch::CppFunction::makeFallthrough());
-  register_operator<Rescaled<Rule::clip>, Value, int64_t, Value, std::string, int64_t, std::optional<at::Tensor>>(m);
+  register_operator<Rescaled<Rule::clip>, Value, int64_t, Value, std::string, int64_t>(m);
   register_operator<Rescaled<Rule::normalize>, Value, int64_t, Value>(m);
 }
 

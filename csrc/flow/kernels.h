@@ -34,7 +34,6 @@ struct RescaleCall {
   double limit;
   const double* limits;  // by group; null: `limit` for all
   int64_t limits_stride; // 0: one for all
-  int64_t* counts;       // the numbers of norms and of norms beyond the limit are added; or null
   PowerSum* sums;        // on a device: of the chunks of long groups, set in clip_gradient_norm.cpp
 };
 

@@ -324,14 +324,8 @@ def _eager(trial: Trial) -> None:
         g, dims = precise(trial.g), min(operator.batch_dims, trial.g.dim())
         limits = numbers_of(trial.inputs[0])
         within = formulas.resized(g, limits * (1 - MARGIN), dims, operator.norm_type, True)[1]
-        surely_beyond = ~formulas.resized(g, limits * (1 + MARGIN), dims, operator.norm_type, True)[1]
         for index in np.argwhere(within & (limits > 0)):
             check_identical(gradient[tuple(index)], trial.g[tuple(index)])
-        if g.size:
-            clip = gs.ClipGradientNorm(trial.inputs[0], **operator.options(trial.g.dim()))
-            pull(trial.case, clip(trial.x), trial.x, trial.g)
-            assert clip.seen == (g.reshape(*g.shape[:dims], -1) != 0).any(-1).sum()
-            assert surely_beyond.sum() <= clip.clipped <= (~within).sum()
 
 
 @context

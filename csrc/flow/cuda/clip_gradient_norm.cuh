@@ -18,23 +18,6 @@
 
 namespace gradscale {
 
-// One thread of the launch counts all groups. The first thread of each group takes a norm of 0 back from that number,
-// and counts another norm that is not within the limit.
-GRADSCALE_DEVICE void count_norms(const RescaleCall& call, bool is_first_of_group, const PowerSum& sum, bool within) {
-  if (call.counts == nullptr) {
-    return;
-  }
-  auto* counts = reinterpret_cast<unsigned long long*>(call.counts);
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    atomicAdd(counts, static_cast<unsigned long long>(call.groups));
-  }
-  if (is_first_of_group && sum.sum == 0) {
-    atomicAdd(counts, ~0ull); // -1
-  } else if (is_first_of_group && !within) {
-    atomicAdd(counts + 1, 1ull);
-  }
-}
-
 template <class T>
 GRADSCALE_DEVICE void scale_range(const T* from, T* to, int32_t size, const Scaling& by, const Team& team) {
   if (!(by.changes_nothing() && from == to)) {
@@ -84,7 +67,6 @@ rescale_kept(GRADSCALE_ARGUMENT(RescaleCall) call) {
   }
   const PowerSum sum{team.sum(squares_of(kept)), 1};
   const Scaling by = scaling(call.rule, sum, 2, limit_of(call, active ? index : 0));
-  count_norms(call, active && team.rank == 0, sum, by.within);
   if (by.changes_nothing() && from == to) {
     return;
   }
@@ -107,7 +89,6 @@ rescale_groups(GRADSCALE_ARGUMENT(RescaleCall) call) {
   const T* from = static_cast<const T*>(call.from) + begin;
   const PowerSum sum = range_power_sum(from, size, call.p, own.team);
   const Scaling by = scaling(call.rule, sum, call.p, limit_of(call, own.row));
-  count_norms(call, own.active && own.team.rank == 0, sum, by.within);
   scale_range(from, static_cast<T*>(call.to) + begin, size, by, own.team);
 }
 
@@ -147,7 +128,6 @@ rescale_chunks(GRADSCALE_ARGUMENT(RescaleCall) call) {
   const PowerSum* sums = call.sums + chunk.group * chunks.count;
   const PowerSum sum = total_power_sum(sums, chunks.count, call.p, team);
   const Scaling by = scaling(call.rule, sum, call.p, limit_of(call, chunk.group));
-  count_norms(call, threadIdx.x == 0 && blockIdx.x % chunks.count == 0, sum, by.within);
   scale_range(
       static_cast<const T*>(call.from) + chunk.begin, static_cast<T*>(call.to) + chunk.begin, chunk.size, by, team);
 }
