@@ -2,13 +2,11 @@
 
     python bench/parameters.py --json bench/results/parameters.json
 
-"updates" are the norms of parameters and of their changes in a step, as `GradientMonitor` computes them; "l2_loss" is
-the weight decay term, alone and with its gradient; "adaptive clipping" clips gradients by the norms of weights, and is
-measured twice: with no unit (tensor or row) above its limit, and with most units above it. "and statistics" also
-computes most of what `clip_gradients_` returns: norms, maxima, and counts of zeros, NaN and inf. Bytes that must move:
-updates read the parameters before and after the step once; the loss reads the parameters once, and with the gradient
-reads them twice and writes once; clipping reads gradients and weights once, and if it changes the gradients, it reads
-and writes them once more.
+"l2_loss" is the weight decay term, alone and with its gradient; "adaptive clipping" clips gradients by the norms of
+weights, and is measured twice: with no unit (tensor or row) above its limit, and with most units above it. "and
+statistics" also computes most of what `clip_gradients_` returns: norms, maxima, and counts of zeros, NaN and inf. Bytes
+that must move: the loss reads the parameters once, and with the gradient reads them twice and writes once; clipping
+reads gradients and weights once, and if it changes the gradients, it reads and writes them once more.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ from torch import nn
 import gradscale_ext as gs
 import harness
 from gradients import usual as statistics
-from gradscale_ext._native import _C
 
 Tensors = list[torch.Tensor]
 WEIGHT = 1e-4
@@ -55,12 +52,6 @@ def small() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"EfficientZero": efficient_zero, "MLP": mlp, "300 x 256": small}
-
-
-def foreach_updates(copies: Tensors, parameters: Tensors) -> torch.Tensor:
-    before = torch._foreach_norm(copies)
-    torch._foreach_sub_(copies, parameters)
-    return torch.stack([torch.stack(before), torch.stack(torch._foreach_norm(copies))])
 
 
 def foreach_loss(parameters: Tensors) -> torch.Tensor:
@@ -140,11 +131,6 @@ def clipping_rows(label: dict[str, Any], values: Tensors, seconds: float, size: 
 def rows_of(name: str, model: nn.Module, seconds: float) -> list[dict[str, Any]]:
     parameters = list(model.parameters())
     values = [parameter.detach() for parameter in parameters]
-    ours, theirs = ([value.clone() for value in values] for _ in range(2))
-    updates = {
-        "update_norms": lambda: _C.update_norms(ours, values),
-        "_foreach_norm, _foreach_sub_": lambda: foreach_updates(theirs, values),
-    }
     losses = {"l2_loss": our_loss, "_foreach_norm": foreach_loss, "sum of squares": sum_of_squares}
     forward = {contestant: lambda loss=loss: loss(values) for contestant, loss in losses.items()}
     both = {
@@ -154,7 +140,6 @@ def rows_of(name: str, model: nn.Module, seconds: float) -> list[dict[str, Any]]
     size = sum(value.nbytes for value in values)
     label = {"size": f"{name}, {len(values)} tensors, {size / 4e6:.1f} M", "threads": torch.get_num_threads()}
     return [
-        *harness.rows({**label, "pass": "updates"}, updates, seconds, 2 * size, "update_norms"),
         *harness.rows({**label, "pass": "l2_loss, forward"}, forward, seconds, size, "l2_loss"),
         *harness.rows({**label, "pass": "l2_loss, fwd+bwd"}, both, seconds, 3 * size, "l2_loss"),
         *clipping_rows(label, values, seconds, size),

@@ -20,16 +20,6 @@ struct TensorRange : Range {
 using StatisticsOfRange = void (*)(const Range&, double p, const void* next, ChunkStatistics& out);
 extern const StatisticsOfRange statistics_kernel;
 
-// Squared norms of the real numbers `before`, and of their update, `after` - `before`. Sums of squares of double may
-// overflow.
-struct UpdateSquares {
-  double before;
-  double update;
-};
-
-using UpdateOfRange = UpdateSquares (*)(const Range& before, const void* after);
-extern const UpdateOfRange update_kernel;
-
 // ---- On a device ----------------------------------------------------------------------------------------------------
 
 // out = (total norm, factor, 1 if the factor is not 1, else 0), from statistics.

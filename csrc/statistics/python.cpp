@@ -166,7 +166,6 @@ void define_statistics(py::module_& m) {
   m.def("clipping_of", &clipping_of);
   m.def("unit_factors", &unit_factors);
   m.def("clip_units", &clip_units);
-  m.def("update_norms", &update_norms);
 }
 
 } // namespace gradscale

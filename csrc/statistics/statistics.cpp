@@ -305,48 +305,4 @@ TensorStatistics tensor_statistics(
   return result;
 }
 
-// ---- Norms of updates -----------------------------------------------------------------------------------------------
-
-namespace {
-
-bool accepts(const at::Tensor& before, const at::Tensor& after) {
-  return ordinary_tensor(before) && ordinary_tensor(after) && before.is_cpu() && after.is_cpu() &&
-         has_element(before) && before.scalar_type() != at::kDouble && after.scalar_type() == before.scalar_type() &&
-         before.sizes() == after.sizes() && before.strides() == after.strides() &&
-         before.is_non_overlapping_and_dense();
-}
-
-} // namespace
-
-at::Tensor update_norms(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after) {
-  TORCH_CHECK(
-      before.size() == after.size(),
-      "update_norms: before has ",
-      before.size(),
-      " tensors, but after has ",
-      after.size());
-  std::vector<Range> ranges;
-  for (size_t i = 0; i < before.size(); ++i) {
-    if (!accepts(before[i], after[i])) {
-      return at::Tensor();
-    }
-    ranges.push_back(range_of(before[i]));
-  }
-  const std::vector<Chunk> chunks = chunks_of(ranges);
-  std::vector<UpdateSquares> squares(chunks.size());
-  for_each_chunk(chunks, [&](int64_t i) {
-    const auto& [range, begin, size] = chunks[i];
-    squares[i] = update_kernel(ranges[range].part(begin, size), range_of(after[range]).part(begin, size).data);
-  });
-  const auto count = static_cast<int64_t>(before.size());
-  at::Tensor norms = at::zeros({2, count}, at::kDouble);
-  auto* out = norms.mutable_data_ptr<double>();
-  for (size_t i = 0; i < chunks.size(); ++i) {
-    out[chunks[i].range] += squares[i].before;
-    out[count + chunks[i].range] += squares[i].update;
-  }
-  std::transform(out, out + 2 * count, out, [](double square) { return std::sqrt(square); });
-  return norms;
-}
-
 } // namespace gradscale

@@ -54,10 +54,6 @@ void clip_units(const std::vector<at::Tensor>& tensors, const at::Tensor& factor
 // Computes weight * sum over tensors of |p|^2 / 2 in one pass; the gradient of p is weight * p.
 at::Tensor l2_loss(std::vector<at::Tensor> parameters, double weight);
 
-// Computes [2, N] in float64, of tensors on the CPU: the norms of `before`, and of `after` - `before`. Returns an
-// undefined tensor if two of a pair differ in shape, dtype or strides, or if the sum of squares may overflow in double.
-at::Tensor update_norms(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after);
-
 // Defines the functions that Python calls in eager mode.
 void define_statistics(pybind11::module_& m);
 

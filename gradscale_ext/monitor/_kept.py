@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from .._native import _C
 from ..statistics.gradients import gradient_statistics
 from ..statistics.shards import local_part
 
@@ -57,7 +56,7 @@ class Weights:
         self._names = list(parameters)
         self._parameters = list(parameters.values())  # not their memory, which an optimizer may replace
         if list(map(_form, self._parameters)) != list(map(_form, self._copies)):
-            self._copies = [torch.empty_like(parameter) for parameter in self._parameters]
+            self._copies = [torch.empty_like(p, dtype=_precise(p)) for p in self._parameters]
         if self._copies:
             torch._foreach_copy_(list(map(local_part, self._copies)), list(map(local_part, self._parameters)))
 
@@ -65,16 +64,19 @@ class Weights:
         """Names `[N]`, and norms `[2, N]` of the copies and of the updates since."""
         if not self._names:
             return None
-        norms = _C.update_norms(self._copies, self._parameters)
-        if norms is None:
-            weights = gradient_statistics(self._copies).norm
-            torch._foreach_sub_(list(map(local_part, self._copies)), list(map(local_part, self._parameters)))
-            norms = torch.stack([weights, gradient_statistics(self._copies).norm])
+        weights = gradient_statistics(self._copies).norm
+        torch._foreach_sub_(list(map(local_part, self._copies)), list(map(local_part, self._parameters)))
+        updates = gradient_statistics(self._copies).norm
         self._parameters = []
         if not self._keeps_memory:
             self._copies = []
-        return self._names, norms
+        return self._names, torch.stack([weights, updates])
+
+
+def _precise(parameter: torch.Tensor) -> torch.dtype:
+    """The dtype of a copy: differences of half types would be rounded."""
+    return torch.promote_types(parameter.dtype, torch.float32)
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device
+    return tensor.shape, _precise(tensor), tensor.device

@@ -12,7 +12,6 @@
 namespace gradscale {
 
 const StatisticsOfRange statistics_kernel = GRADSCALE_CPU_KERNEL(range_statistics);
-const UpdateOfRange update_kernel = GRADSCALE_CPU_KERNEL(range_update);
 
 } // namespace gradscale
 
@@ -336,35 +335,6 @@ void range_statistics(const Range& range, double p, const void* next, ChunkStati
       add_elements(data + begin, size, p, first_bin, next_data + begin, all);
     }
   });
-}
-
-UpdateSquares range_update(const Range& before, const void* after) {
-  UpdateSquares result{};
-  dispatch_element(before.element, [&](auto type) {
-    using T = decltype(type);
-    const T* x = static_cast<const T*>(before.data);
-    const T* y = static_cast<const T*>(after);
-    const auto number = [](T element) { return static_cast<double>(to_accumulate(element)); };
-    LaneSum<double> squares, updates;
-    int64_t i = 0;
-    for (; i + kLanes <= before.size; i += kLanes) {
-#pragma omp simd
-      for (int k = 0; k < kLanes; ++k) {
-        const double old = number(x[i + k]);
-        const double update = number(y[i + k]) - old;
-        squares.lanes[k] += old * old;
-        updates.lanes[k] += update * update;
-      }
-    }
-    for (int k = 0; i < before.size; ++i, ++k) {
-      const double old = number(x[i]);
-      const double update = number(y[i]) - old;
-      squares.lanes[k] += old * old;
-      updates.lanes[k] += update * update;
-    }
-    result = {squares.total(), updates.total()};
-  });
-  return result;
 }
 
 } // namespace
