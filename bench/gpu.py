@@ -427,7 +427,7 @@ def l2_group(bench: Bench, count: int, width: int) -> None:
 
 
 def statistics_group(bench: Bench, count: int, width: int) -> None:
-    """Measure the statistics of `count` gradients, with histograms, and clipping all gradients to half of their norm.
+    """Measure the statistics of `count` gradients, and clipping all gradients to half of their norm.
 
     After the first call of a clipping, its factor is just below 1, so later calls multiply the gradients too.
     """

@@ -24,7 +24,7 @@ Tensors = list[torch.Tensor]
 
 
 def usual(tensors: Tensors) -> Tensors:
-    """Multi-tensor norms and maxima, and a loop for the counts; no histogram."""
+    """Multi-tensor norms and maxima, and a loop for the counts."""
     norms = torch._foreach_norm(tensors)
     largest = torch._foreach_max(torch._foreach_abs(tensors))
     zeros = [(tensor == 0).sum() for tensor in tensors]

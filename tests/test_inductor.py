@@ -296,14 +296,15 @@ def with_gradients(*gradients: torch.Tensor) -> list[nn.Parameter]:
 
 @program("gradients", "gradient_statistics", x=(B, 5), y=(3,))
 def _statistics(x, y):
-    return gs.gradient_statistics([x * 2, y, None], names=["x", "y", "none"]), (x * y.norm()).sum()
+    found = gs.gradient_statistics([x * 2, y, None], names=["x", "y", "none"], histogram=True)
+    return found, (x * y.norm()).sum()
 
 
 @program("gradients", "GradientStatistics", x=(B, 5))
 def _fields(x):
     found = gs.gradient_statistics([x.detach()])
     fields = (found.numel, found.norm, found.abs_max, found.mean, found.zeros, found.nans, found.infs, found.missing)
-    same = gs.GradientStatistics(found.names, found.is_gradient, found._values, found._counts, found.histogram)
+    same = gs.GradientStatistics(found.names, found.is_gradient, found._values, found._counts)
     return fields, found.bin_edges, found.clipping, same.total_norm, found > 1, x.sum()
 
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed.device_mesh
 import torch.distributed.fsdp
 from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.utils import clip_grad_norm_
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -453,6 +454,51 @@ def test_histograms():
         "gradient_histogram/weight": expected,
         "gradient_histogram_before_clipping/weight": expected,
     }
+
+
+@pytest.mark.parametrize(
+    "clip",
+    [
+        lambda model: gs.clip_gradients_(model, 1.0),
+        lambda model: gs.clip_gradients_(model, adaptive=0.1, unit="tensor"),
+        lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0),
+    ],
+    ids=["max_norm", "adaptive", "clip_grad_norm_", "clip_grad_value_"],
+)
+def test_histograms_before_clipping(clip):
+    """Only the clipping of a step that is recorded computes one."""
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    writer = HistogramWriter()
+    with GradientMonitor(model, optimizer, writer=writer, every=2) as watching:
+        for step in range(2):
+            model.weight.grad = torch.tensor([[64.0, 32.0]])
+            clip(model)
+            found = watching._clippings[0].statistics
+            assert found is None or (found.histogram is not None) == (step == 0)
+            optimizer.step()
+    before = writer.histograms["gradient_histogram_before_clipping/weight"]
+    assert (before["bucket_limits"], before["bucket_counts"]) == ([6.0, 7.0], [1, 1])
+    assert writer.histograms["gradient_histogram/weight"]["max"] <= 1
+
+
+def test_histograms_before_the_clipping_of_parts():
+    """They are of the part that this process has. The other ranks need no monitor, so nothing is exchanged for it."""
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    writer = HistogramWriter()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with GradientMonitor(model, optimizer, writer=writer):
+            model.weight.grad = torch.tensor([[64.0, 32.0]])
+            with CommDebugMode() as seen:
+                gs.clip_gradients_(model, 1.0, process_group=torch.distributed.group.WORLD)
+            optimizer.step()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert list(seen.get_comm_counts().values()) == [1]
+    assert writer.histograms["gradient_histogram_before_clipping/weight"]["bucket_counts"] == [1, 1]
 
 
 def test_outer_bins_of_a_histogram_have_finite_edges():
@@ -1827,12 +1873,13 @@ def test_plot_without_matplotlib(monkeypatch):
         watching.plot()
 
 
-def test_a_picture_has_few_layers():
+def test_a_picture_has_few_layers(monkeypatch):
     names = [f"blocks.{i}.{part}.weight" for i in range(12) for part in ("attention", "mlp")] + ["scale", "head.weight"]
-    layers = plot.layers_of(names, most=16)
+    assert len(plot.layers_of(names)) == 26
+    monkeypatch.setattr(plot, "MOST_LAYERS", 16)
+    layers = plot.layers_of(names)
     assert list(layers) == [*(f"blocks.{i}" for i in range(12)), "scale", "head"]
     assert layers["blocks.3"] == ["blocks.3.attention.weight", "blocks.3.mlp.weight"]
-    assert len(plot.layers_of(names, most=100)) == 26
 
 
 def test_neighbours_of_a_long_list_are_merged():
@@ -1851,11 +1898,12 @@ def test_neighbours_of_a_long_list_are_merged():
     assert len(layers) == 26
 
 
-def test_a_module_of_many_parameters_is_split():
+def test_a_module_of_many_parameters_is_split(monkeypatch):
     model = nn.ModuleDict({"lstm": nn.LSTM(2, 3, num_layers=2), "cell": nn.LSTMCell(2, 3), "head": nn.Linear(3, 1)})
     names = list(dict(model.named_parameters()))
     assert list(plot.layers_of(names)) == [*(name for name in names if name.startswith("lstm")), "cell", "head"]
-    assert list(plot.layers_of(names, most=5)) == ["lstm", "cell", "head"]
+    monkeypatch.setattr(plot, "MOST_LAYERS", 5)
+    assert list(plot.layers_of(names)) == ["lstm", "cell", "head"]
 
 
 def test_merged_layers_have_the_norm_of_all_their_parameters(monkeypatch):

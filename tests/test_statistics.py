@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradscale_ext as gs
 from gradscale_ext import reference
@@ -50,7 +51,7 @@ def assert_same(tensors, p=2.0, rounding=1e-12):
     norm, because the square root halves that error.
     """
     result, expected = module._C.tensor_statistics(tensors, p), reference.tensor_statistics(tensors, p)
-    sums, counts, _ = reference.tensor_statistics(tensors, 1.0)
+    sums, counts = reference.tensor_statistics(tensors, 1.0)
     magnitudes = sums[0] / (counts[0] - counts[2] - counts[3]).clamp(min=1)
     narrow = torch.tensor([tensor.dtype != torch.float64 and p in (2.0, math.inf) for tensor in tensors])
     relative = torch.where(narrow, rounding, 1e-12)
@@ -59,7 +60,6 @@ def assert_same(tensors, p=2.0, rounding=1e-12):
     assert (largest <= 1e-12 * expected[0][1]).all()
     assert (mean <= torch.where(narrow, 2 * rounding, 1e-12) * magnitudes + 1e-300).all()
     assert torch.equal(result[1], expected[1])
-    assert torch.equal(result[2], expected[2])
 
 
 def with_gradients(gradients):
@@ -92,18 +92,97 @@ def test_statistics(dtype, p, rounding):
 
 def test_reference_by_hand():
     tensor = torch.tensor([3.0, -4.0, 0.0, math.nan, math.inf, -math.inf, 0.0], dtype=torch.float64)
-    values, counts, histogram = reference.tensor_statistics([tensor, None], 2.0)
+    values, counts = reference.tensor_statistics([tensor, None], 2.0)
     torch.testing.assert_close(values[:, 0], torch.tensor([5.0, 4.0, -0.25], dtype=torch.float64))
     assert counts.tolist() == [[7, 0], [2, 0], [1, 0], [2, 0], [0, 1]]
     edges = list(module.BIN_EDGES)
+    histogram = reference.histograms([tensor, None], counts)
     assert histogram[0].nonzero().flatten().tolist() == [edges.index(1), edges.index(2)]
     assert not histogram[1].any()
 
 
+OCTAVES = [1e-45, 2.0**-41, 2.0**-40, 0.75, 1.0, -1.99, 2.0, 2.0**21, 2.0**22, -3e38]
+"""Numbers, and the first bin, the bins next to it and so on."""
+BINS = [0, 0, 1, 40, 41, 41, 42, 62, 63, 63]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bins_of_a_histogram(dtype):
+    """Edges belong to the bin above them. Zeros, NaN and inf are in none, and what float16 cannot store is one of them.
+    If subnormal numbers are flushed to zero, they are zeros."""
+    tensor = torch.tensor([*OCTAVES, 0.0, -0.0, math.nan, math.inf, -math.inf], dtype=torch.float64).to(dtype)
+    expected = torch.zeros(64, dtype=torch.int64)
+    for element, octave in zip(tensor[: len(BINS)].tolist(), BINS, strict=True):
+        expected[octave] += element != 0 and math.isfinite(element)
+    for flushes in (False, True):
+        try:
+            torch.set_flush_denormal(flushes)
+            found = gs.gradient_statistics([tensor, None, tensor[:0], -tensor[::2]], histogram=True)
+        finally:
+            torch.set_flush_denormal(False)
+        assert found.histogram.dtype == torch.int64
+        assert torch.equal(found.histogram[0, flushes:], expected[flushes:])
+        assert not found.histogram[1:3].any()
+        assert torch.equal(found.histogram.sum(1), found.numel - found.zeros - found.nans - found.infs)
+    edges = found.bin_edges
+    assert edges[0] == -math.inf
+    assert edges[1:-1].tolist() == list(range(-40, 23))
+    assert edges[-1] == math.inf
+
+
+def test_the_histogram_of_any_memory():
+    """Views, moduli of complex numbers, and elements that a sparse tensor does not store."""
+    x = numbers((6, 4), 0)
+    z = torch.complex(x[:3], x[3:])
+    sparse = torch.sparse_coo_tensor([[1, 3, 1]], numbers((3, 4), 1), (5, 4))
+    tensors = [
+        x.t(),
+        x[:, 1],
+        x[:1].expand(3, 4),
+        z,
+        z.conj(),
+        z.conj().imag,
+        sparse,
+        sparse.to_dense().to_sparse_csr(),
+    ]
+    found = gs.gradient_statistics(tensors, histogram=True)
+    for row, tensor in zip(found.histogram, tensors, strict=True):
+        assert torch.equal(row, gs.gradient_statistics([tensor.to_dense().abs().clone()], histogram=True).histogram[0])
+        assert row.sum() == (tensor.to_dense() != 0).sum()
+    large = torch.tensor([3e38 + 3e38j], dtype=torch.complex64)
+    assert gs.gradient_statistics([large], histogram=True).histogram[0, -1] == 1
+
+
+def test_a_histogram_needs_little_memory():
+    """Two integers of four bytes for each element, one after the other."""
+    x = torch.ones(1000)
+    sizes = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                sizes.append(result.untyped_storage().nbytes())
+            return result
+
+    with Watch():
+        reference.octaves_of(x, x.device)
+    assert max(sizes) == 4000
+
+
+def test_only_a_call_that_asks_for_it_has_a_histogram():
+    p = with_gradients([torch.tensor([3.0, 4.0])])
+    for statistics in (gs.gradient_statistics(p), gs.clip_gradients_(p, 1.0), gs.clip_gradients_(p, adaptive=1.0)):
+        assert statistics.histogram is None
+        assert not {"histogram", "bin_edges"} & statistics.to_dict().keys()
+    with pytest.raises(TypeError, match="histogram must be True or False, but it is of type int"):
+        gs.gradient_statistics(p, histogram=1)
+
+
 def test_no_tensors():
-    statistics = gs.gradient_statistics([])
+    statistics = gs.gradient_statistics([], histogram=True)
     assert statistics.norm.shape == (0,)
-    assert statistics.histogram.shape[0] == 0
+    assert statistics.histogram.shape == (0, 64)
     assert statistics.total_norm.item() == 0
     assert gs.clip_gradients_([], 1.0).total_norm.item() == 0
 
@@ -116,7 +195,7 @@ def test_sparse_gradients():
     assert not sparse.is_coalesced()
     dense = sparse.to_dense()
     compressed = dense.to_sparse_csr()
-    result = gs.gradient_statistics([sparse, compressed, dense])
+    result = gs.gradient_statistics([sparse, compressed, dense], histogram=True)
     for field in ("numel", "norm", "abs_max", "mean", "zeros", "histogram"):
         values = getattr(result, field).double()
         torch.testing.assert_close(values[0], values[2], rtol=1e-6, atol=1e-12)
@@ -145,7 +224,9 @@ def test_the_same_bits_with_any_number_of_threads():
 
 
 def test_names_tables_and_dictionaries():
-    statistics = gs.gradient_statistics([torch.tensor([3.0, -4.0]), None], names=["layer.weight", "layer.bias"])
+    statistics = gs.gradient_statistics(
+        [torch.tensor([3.0, -4.0]), None], names=["layer.weight", "layer.bias"], histogram=True
+    )
     lines = str(statistics).splitlines()
     assert lines[1].split()[:4] == ["layer.weight", "2", "5", "4"]
     assert lines[2].split() == ["layer.bias", "no", "gradient"]
@@ -230,7 +311,7 @@ def test_statistics_and_clipping_use_the_same_gradients():
     model.requires_grad_(True)
     for given in (model, list(model.parameters()), dict(model.named_parameters()).items()):
         statistics, clipped = gs.gradient_statistics(given), gs.clip_gradients_(given, math.inf)
-        for field in ("norm", "abs_max", "mean", "zeros", "missing", "histogram", "total_norm"):
+        for field in ("norm", "abs_max", "mean", "zeros", "missing", "total_norm"):
             assert torch.equal(getattr(statistics, field), getattr(clipped, field))
         assert statistics.names == clipped.names
         assert str(statistics) == str(clipped)
@@ -669,7 +750,7 @@ def test_a_limit_that_requires_grad_gets_no_gradient():
 
 
 def test_a_negative_limit_on_a_device_gives_nan():
-    values, counts, _ = module._C.tensor_statistics([torch.tensor([3.0, 4.0])], 2.0)
+    values, counts = module._C.tensor_statistics([torch.tensor([3.0, 4.0])], 2.0)
     for library, limit in itertools.product((module._C, reference), (2.0, -1.0, math.nan, math.inf)):
         factor = library.clipping_of(values, counts, 2.0, torch.tensor(limit), False)[1].item()
         assert factor == pytest.approx(min(1, limit / 5) if limit >= 0 else math.nan, nan_ok=True)
@@ -718,7 +799,7 @@ def test_reference_clips_the_same():
             ours[0][3] = bad
         theirs = [gradient.clone() for gradient in ours]
         for library, tensors in ((module._C, ours), (reference, theirs)):
-            values, counts, _ = library.tensor_statistics(tensors, 2.0)
+            values, counts = library.tensor_statistics(tensors, 2.0)
             library.clip_units(tensors, library.clipping_of(values, counts, 2.0, 0.5, skip)[1:2], False, skip)
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a.to_dense(), b.to_dense())

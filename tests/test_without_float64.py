@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 import gradscale_ext as gs
 from gradscale_ext import _context
 from gradscale_ext.monitor import _open
-from gradscale_ext.reference.tensors import clip_units, clipping_of, tensor_statistics
+from gradscale_ext.reference.tensors import clip_units, clipping_of, histograms, tensor_statistics
 
 STEPS, BATCH, ACTIONS, WIDTH = 3, 4, 5, 6
 HEADS: dict[str, gs.Head] = {
@@ -150,11 +150,12 @@ def test_statistics_and_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
     gradients = [random(3, 4), None, random(5), random(2, 2).to(torch.complex64)]
 
     def clip() -> Any:
-        values, counts, histograms = tensor_statistics(gradients, 2.0)
+        values, counts = tensor_statistics(gradients, 2.0)
+        histogram = histograms(gradients, counts)
         clipping = clipping_of(values, counts, 2.0, 1.0, True)
         tensors = [gradient.clone() for gradient in gradients if gradient is not None]
         clip_units(tensors, clipping[1:2], False, True)
         pytorch_result = _open._norm_result(tensors, 1.0, values.norm())
-        return values, counts, histograms, clipping, tensors, pytorch_result, gs.reference.l2_loss(tensors[:2], 0.1)
+        return values, counts, histogram, clipping, tensors, pytorch_result, gs.reference.l2_loss(tensors[:2], 0.1)
 
     assert_same_without(monkeypatch, clip)

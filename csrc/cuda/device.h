@@ -46,17 +46,6 @@ GRADSCALE_DEVICE Vector read16(const void* from) {
   return bit_cast<Vector>(words);
 }
 
-// An address in shared memory, in bytes.
-using SharedAddress = uint32_t;
-
-GRADSCALE_DEVICE SharedAddress shared_address(const void* shared) {
-  return static_cast<SharedAddress>(__cvta_generic_to_shared(shared));
-}
-
-GRADSCALE_DEVICE void count_one(SharedAddress counter) {
-  asm volatile("red.shared.add.u32 [%0], 1;" : : "r"(counter) : "memory");
-}
-
 // Adds 1 to a counter in device memory, and returns its previous value. The thread, and after a barrier its block, then
 // sees everything that other blocks stored before a barrier that preceded their calls.
 GRADSCALE_DEVICE unsigned count_in_order(unsigned* counter) {

@@ -5,31 +5,16 @@
 
 namespace gradscale {
 
-// Bins of log2 |g|, one octave each. The first also counts everything smaller, and the last everything larger.
-constexpr int kHistogramBins = 64;
-constexpr int kFirstEdge = -40; // log2 of the lower edge of the second bin
-
-// The bin of a positive number, from its floor(log2).
-GRADSCALE_HOST_DEVICE int32_t exponent_bin(int32_t exponent) {
-  const int32_t bin = exponent - (kFirstEdge - 1);
-  return bin < 0 ? 0 : (bin > kHistogramBins - 1 ? kHistogramBins - 1 : bin);
-}
-
 // The bits of |x| as an integer. They have the same order as the numbers; inf is above all numbers, and NaN above inf.
-// bin() gives all subnormal numbers the exponent -kBias, which is too large for most, but far below the first edge.
 template <class W>
 struct Magnitude {
   using Bits = std::conditional_t<sizeof(W) == sizeof(int32_t), int32_t, int64_t>;
   static constexpr int32_t kFractionBits = std::numeric_limits<W>::digits - 1;
-  static constexpr int32_t kBias = std::numeric_limits<W>::max_exponent - 1;
-  static constexpr Bits kInfinity = static_cast<Bits>(2 * kBias + 1) << kFractionBits;
+  static constexpr Bits kInfinity = (2 * static_cast<Bits>(std::numeric_limits<W>::max_exponent) - 1) << kFractionBits;
   static constexpr Bits kMagnitudeMask = kInfinity | ((Bits(1) << kFractionBits) - 1);
 
   static GRADSCALE_HOST_DEVICE Bits bits(W x) {
     return bit_cast<Bits>(x) & kMagnitudeMask;
-  }
-  static GRADSCALE_HOST_DEVICE int32_t bin(Bits bits) {
-    return exponent_bin(static_cast<int32_t>(bits >> kFractionBits) - kBias);
   }
 };
 
@@ -47,7 +32,6 @@ struct ChunkStatistics {
   int32_t zeros;
   int32_t nans;
   int32_t infs;
-  int32_t histogram[kHistogramBins];
 };
 
 GRADSCALE_HOST_DEVICE ElementSums no_elements() {
@@ -87,14 +71,10 @@ GRADSCALE_HOST_DEVICE double mean_of(const ElementSums& sums, int64_t count) {
 // ---- Results of `count` tensors, as arrays --------------------------------------------------------------------------
 
 struct StatisticsOut {
-  double* values;     // norms, largest magnitudes, means
-  int64_t* counts;    // elements, zeros, NaN, inf, 1 for a missing tensor
-  int64_t* histogram; // [count, kHistogramBins]
+  double* values;  // norms, largest magnitudes, means
+  int64_t* counts; // elements, zeros, NaN, inf, 1 for a missing tensor
   int64_t count;
 
-  GRADSCALE_HOST_DEVICE int64_t* histogram_of(int64_t i) const {
-    return histogram + i * kHistogramBins;
-  }
   // Stores the statistics of tensor i. `implicit_zeros` is the number of zeros that a sparse tensor does not store; -1
   // if there is no tensor.
   GRADSCALE_HOST_DEVICE void store(

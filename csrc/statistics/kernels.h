@@ -15,8 +15,10 @@ struct TensorRange : Range {
 
 // ---- On a CPU: a range of elements at a time ------------------------------------------------------------------------
 
-// Computes the statistics of at most 2^31 - 1 real numbers. Meanwhile prefetches `next`: memory of the same size
-// that the caller reads next, or the range itself.
+constexpr int64_t kChunk = 16320; // elements: 64 KB of float
+
+// Computes the statistics of at most kChunk real numbers. Meanwhile prefetches `next`: memory of the same size that the
+// caller reads next, or the range itself.
 using StatisticsOfRange = void (*)(const Range&, double p, const void* next, ChunkStatistics& out);
 extern const StatisticsOfRange statistics_kernel;
 

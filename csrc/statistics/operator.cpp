@@ -23,15 +23,14 @@ OptionalTensors tensors_of(const OptionalList& list) {
   return {list.begin(), list.end()};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> statistics_operator(
+std::tuple<at::Tensor, at::Tensor, at::Tensor> statistics_operator(
     const OptionalList& gradients, double p, const Varying& varying_p, const OptionalList& weights, bool rows) {
   std::optional<OptionalTensors> paired;
   if (!weights.empty()) {
     paired = tensors_of(weights);
   }
-  auto [values, counts, histogram, norms] =
-      tensor_statistics(tensors_of(gradients), number_of(p, varying_p), paired, rows);
-  return {values, counts, histogram, norms.defined() ? norms : at::empty({2, 0}, values.options())};
+  auto [values, counts, norms] = tensor_statistics(tensors_of(gradients), number_of(p, varying_p), paired, rows);
+  return {values, counts, norms.defined() ? norms : at::empty({2, 0}, values.options())};
 }
 
 at::Tensor clipping_operator(
@@ -63,7 +62,7 @@ std::tuple<at::Tensor, at::Tensor> factors_operator(
 TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
   m.def(
       "tensor_statistics(Tensor?[] gradients, float p, Tensor? varying_p, Tensor?[] weights, bool rows) -> (Tensor, "
-      "Tensor, Tensor, Tensor)");
+      "Tensor, Tensor)");
   m.def(
       "clipping_of(Tensor values, Tensor counts, float p, Tensor? varying_p, float max_norm, Tensor? varying_max_norm, "
       "bool skip_nonfinite) -> Tensor");

@@ -1,5 +1,4 @@
 // What Python calls in eager mode.
-#include "../formulas/statistics.h"
 #include "../torch/gate.h"
 #include "statistics.h"
 
@@ -52,7 +51,7 @@ void require_gradient(const at::Tensor& tensor, const char* argument, c10::Devic
   }
 }
 
-// (values, counts, histogram), and norms if there are weights, or a Refusal. A weight is None if its gradient needs no
+// (values, counts), and norms if there are weights, or a Refusal. A weight is None if its gradient needs no
 // norms.
 py::object statistics_in_eager_mode(
     const OptionalTensors& gradients, double p, const std::optional<OptionalTensors>& weights, bool rows) {
@@ -79,11 +78,11 @@ py::object statistics_in_eager_mode(
         require_gradient(weight, "a parameter", gradient->device());
       }
     }
-    const auto [values, counts, histogram, norms] = tensor_statistics(gradients, p, weights, rows);
+    const auto [values, counts, norms] = tensor_statistics(gradients, p, weights, rows);
     if (weights) {
-      return py::make_tuple(values, counts, histogram, norms);
+      return py::make_tuple(values, counts, norms);
     }
-    return py::make_tuple(values, counts, histogram);
+    return py::make_tuple(values, counts);
   });
 }
 
@@ -128,7 +127,7 @@ std::optional<OptionalTensors> usual_gradients(py::handle parameters) {
   return gradients;
 }
 
-// (values, counts, histogram, clipping), after clipping, or None if the list of parameters is unusual.
+// (values, counts, clipping), after clipping, or None if the list of parameters is unusual.
 py::object clip_gradients_in_eager_mode(py::handle parameters, double p, const Value& max_norm, bool skip_nonfinite) {
   const std::optional<OptionalTensors> gradients = usual_gradients(parameters);
   if (!gradients) {
@@ -146,14 +145,12 @@ py::object clip_gradients_in_eager_mode(py::handle parameters, double p, const V
     }
   }
   clip_units(distinct, clipping.narrow(0, 1, 1), /*rows=*/false, skip_nonfinite);
-  return py::make_tuple(statistics.values, statistics.counts, statistics.histogram, clipping);
+  return py::make_tuple(statistics.values, statistics.counts, clipping);
 }
 
 } // namespace
 
 void define_statistics(py::module_& m) {
-  m.attr("histogram_bins") = kHistogramBins;
-  m.attr("histogram_first_edge") = kFirstEdge;
   m.def("l2_loss", &l2_loss_in_eager_mode);
   m.def(
       "tensor_statistics",

@@ -5,7 +5,6 @@
 
 #include <array>
 #include <cmath>
-#include <cstring>
 #include <utility>
 
 namespace gradscale {
@@ -157,21 +156,16 @@ void run(
     unit_parts[i] = add_units(pair, chunk, gradient, weights, statistics[i], norms);
   });
   add_parts(unit_parts, norms);
-  std::memset(out.histogram, 0, out.count * kHistogramBins * sizeof(int64_t));
   size_t next = 0;
   for (size_t i = 0; i < ranges.size(); ++i) {
     ElementSums sums = no_elements();
     int64_t zeros = 0, nans = 0, infs = 0;
-    int64_t* histogram = out.histogram_of(static_cast<int64_t>(i));
     for (; next < chunks.size() && chunks[next].range == i; ++next) {
       const ChunkStatistics& chunk = statistics[next];
       sums = added(sums, chunk.sums, p);
       zeros += chunk.zeros;
       nans += chunk.nans;
       infs += chunk.infs;
-      for (int bin = 0; bin < kHistogramBins; ++bin) {
-        histogram[bin] += chunk.histogram[bin];
-      }
     }
     out.store(static_cast<int64_t>(i), sums, ranges[i].size, ranges[i].implicit_zeros, zeros, nans, infs, p);
   }
@@ -273,15 +267,8 @@ TensorStatistics tensor_statistics(
   const auto count = static_cast<int64_t>(gradients.size());
   const auto options = at::TensorOptions().device(where);
   TensorStatistics result{
-      at::empty({3, count}, options.dtype(at::kDouble)),
-      at::empty({5, count}, options.dtype(at::kLong)),
-      at::empty({count, kHistogramBins}, options.dtype(at::kLong)),
-      at::Tensor()};
-  const StatisticsOut out{
-      result.values.mutable_data_ptr<double>(),
-      result.counts.mutable_data_ptr<int64_t>(),
-      result.histogram.mutable_data_ptr<int64_t>(),
-      count};
+      at::empty({3, count}, options.dtype(at::kDouble)), at::empty({5, count}, options.dtype(at::kLong)), at::Tensor()};
+  const StatisticsOut out{result.values.mutable_data_ptr<double>(), result.counts.mutable_data_ptr<int64_t>(), count};
   std::vector<UnitPair> pairs;
   UnitNorms norms{};
   if (weights) {

@@ -22,10 +22,9 @@ namespace gradscale {
 using OptionalTensors = std::vector<std::optional<at::Tensor>>;
 
 struct TensorStatistics {
-  at::Tensor values;    // [3, N] float64: norm, largest magnitude, mean
-  at::Tensor counts;    // [5, N] int64: elements, zeros, NaN, inf, 1 for a missing tensor
-  at::Tensor histogram; // [N, bins] int64
-  at::Tensor norms; // [2, U] float64: of the units of all gradients, and of their weights; undefined without weights
+  at::Tensor values; // [3, N] float64: norm, largest magnitude, mean
+  at::Tensor counts; // [5, N] int64: elements, zeros, NaN, inf, 1 for a missing tensor
+  at::Tensor norms;  // [2, U] float64: of the units of all gradients, and of their weights; undefined without weights
 };
 
 // Computes the statistics of gradients of one device, without waiting for it. A sparse tensor counts as dense, and a
@@ -161,8 +160,6 @@ inline Range range_of(const at::Tensor& tensor) {
 }
 
 // Threads take chunks of about the same size in turn.
-
-constexpr int64_t kChunk = 255 * 64; // elements: 64 counters of a byte do not overflow
 
 // A part of one of several ranges.
 struct Chunk {

@@ -105,8 +105,8 @@ def _operators(batch: int) -> Iterator[Case]:
     yield Case(
         "gradient_statistics",
         [*x, *logits],
-        lambda t: [(found := gs.gradient_statistics(t)).norm, found.abs_max, found.mean, found.histogram],
-        lambda t: [*(found := reference.tensor_statistics(t, 2.0))[0], found[2]],
+        lambda t: [(found := gs.gradient_statistics(t)).norm, found.abs_max, found.mean],
+        lambda t: list(reference.tensor_statistics(t, 2.0)[0]),
     )
     yield Case("clip_gradients_", [*x, *logits], _clipped, _clipped_by_formula)
     yield Case("clip_gradients_, adaptive", [*x, *logits], _clipped_adaptively, _clipped_adaptively_by_formula)

@@ -228,12 +228,10 @@ def _add(
     """Add norms and histograms of parameters, modules and the total; `parts` share no parameter."""
     p = parts[0].norm_type
     norms: dict[str, float] = {}
-    rows: dict[str, list[int]] = {}
     for part in parts:
-        columns = (part.norm.tolist(), part.missing.tolist(), part.histogram.tolist())
-        for name, norm, missing, row in zip(part.names, *columns, strict=True):
+        for name, norm, missing in zip(part.names, part.norm.tolist(), part.missing.tolist(), strict=True):
             if name and not missing:
-                norms[name], rows[name] = norm / scale, row
+                norms[name] = norm / scale
     chosen = [name for name in norms if selection.has(name)]
     charts.scalars.update({f"gradient_norm{when}/{name}": norms[name] for name in chosen})
     for module, names in modules.items():
@@ -242,10 +240,19 @@ def _add(
             charts.scalars[f"module_gradient_norm{when}/{module}"] = norm_of(present, p)
     charts.scalars[f"gradient_norm_total{when}"] = norm_of([part.total_norm.item() / scale for part in parts], p)
     if selection.histograms:
-        histograms = ((name, histogram_of(rows[name], scale)) for name in chosen)
+        rows = {name: row for part in parts for name, row in counts_by_name(part)}
+        histograms = ((name, histogram_of(rows[name], scale)) for name in chosen if name in rows)
         charts.histograms.update(
             {f"gradient_histogram{when}/{name}": histogram for name, histogram in histograms if histogram is not None}
         )
+
+
+def counts_by_name(statistics: GradientStatistics) -> list[tuple[str, list[int]]]:
+    """Names and counts by bin of the gradients of a part that has histograms."""
+    if statistics.histogram is None:
+        return []
+    columns = zip(statistics.names, statistics.missing.tolist(), statistics.histogram.tolist(), strict=True)
+    return [(name, row) for name, missing, row in columns if not missing]
 
 
 def norm_of(norms: Sequence[float], p: float) -> float:

@@ -77,6 +77,6 @@ def select_columns(names: dict[int, str], statistics: GradientStatistics) -> Gra
         is_gradient=[True] * len(names),
         _values=statistics._values[:, columns],
         _counts=statistics._counts[:, columns],
-        histogram=statistics.histogram[columns],
+        histogram=None if statistics.histogram is None else statistics.histogram[columns],
         _clipping=None,
     )

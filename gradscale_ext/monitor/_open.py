@@ -16,6 +16,7 @@ import torch
 from .. import _context
 from ..statistics import listeners
 from ..statistics.gradients import GradientStatistics, gradient_statistics
+from ..statistics.passes import histograms_of, statistics_of
 from ._activations import CallHook
 
 
@@ -24,6 +25,7 @@ class Monitor(Protocol):
 
     _layout: Any
     _optimizer: Any
+    _selection: Any
     _taken: int
     _due: bool
     _step_scaler: Any
@@ -100,12 +102,21 @@ def _before_clipping(parameters: list[torch.Tensor]) -> list[Monitor]:
     return monitors
 
 
+def _write_histograms(monitors: list[Monitor]) -> bool:
+    """Return True if a monitor writes histograms of the next step."""
+    return any(monitor._due and monitor._selection.histograms for monitor in monitors)
+
+
 def _report_our_clipping(parameters: list[torch.Tensor]) -> Callable[[GradientStatistics], None]:
     monitors = _before_clipping(parameters)
+    histogram: torch.Tensor | None = None
+    if _write_histograms(monitors):
+        gradients = [parameter.grad for parameter in parameters]
+        histogram = histograms_of(gradients, statistics_of(gradients, 2.0, None)[1])
 
     def tell(statistics: GradientStatistics) -> None:
         for monitor in monitors:
-            monitor._after_clipping(parameters, statistics.clipping, statistics)
+            monitor._after_clipping(parameters, statistics.clipping, replace(statistics, histogram=histogram))
 
     return tell
 
@@ -125,7 +136,8 @@ def _reporting_clipping(result_of: Callable[..., torch.Tensor], clip: Any) -> An
         with torch.no_grad():
             result, statistics = result_of(parameters, *args, **kwargs), None
             if any(monitor._due or monitor._has_scaler for monitor in monitors):
-                statistics = replace(gradient_statistics(parameters), _clipping=result)
+                statistics = gradient_statistics(parameters, histogram=_write_histograms(monitors))
+                statistics = replace(statistics, _clipping=result)
         returned = clip(parameters, *args, **kwargs)
         for monitor in monitors:
             monitor._after_clipping(parameters, result, statistics)

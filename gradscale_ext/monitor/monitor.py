@@ -41,6 +41,7 @@ class GradientMonitor:
     - `gradient_norm_before_clipping/<parameter>` and so on: the same before clipping, if a clipping ran. Norms have the
       `norm_type` of `clip_gradients_`. For `torch.nn.utils.clip_grad_norm_`, which Lightning and Accelerate use, only
       the total has its `norm_type`, and the others are 2-norms; for `torch.nn.utils.clip_grad_value_` all are 2-norms.
+      With the `process_group` of `clip_gradients_`, histograms are of the part that this process has.
       If a step is clipped several times, a parameter's norm is the norm before its first clipping, and counts once in
       the totals.
     - `clip_rate`: the share of the steps since the last record at which a clipping changed the gradients.
@@ -361,7 +362,7 @@ class GradientMonitor:
 
     def _statistics(self) -> GradientStatistics:
         parameters = self._layout.parameters
-        return gradient_statistics(list(parameters.values()), list(parameters))
+        return gradient_statistics(list(parameters.values()), list(parameters), histogram=True)
 
     def _record(self, skipped: torch.Tensor | None) -> Record:
         """Record of a step that was taken, or that the optimizer itself has `skipped`."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._remedies import INSTALL
-from ._charts import FINITE_EDGES, Record, Selection
+from ._charts import FINITE_EDGES, Record, Selection, counts_by_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,6 +31,9 @@ STRAY = 0.005
 EARLIER = 8
 """The largest number of earlier steps in the chart of calls."""
 
+LABEL_GAP = 0.075
+"""The smallest distance of two labels, as a share of the axes' height."""
+
 COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red")
 
 Series = list[tuple[int, float]]
@@ -44,7 +47,7 @@ def draw(history: History, record: Record, selection: Selection, path: str | Pat
     except ImportError as error:
         raise ImportError(f"GradientMonitor.plot needs matplotlib: {INSTALL} matplotlib") from error
 
-    by_parameter = _histograms(record, selection)
+    by_parameter = {name: row for name, row in counts_by_name(record.gradients) if selection.has(name)}
     layers = layers_of(list(by_parameter))
     histograms = {
         layer: [sum(bins) for bins in zip(*map(by_parameter.__getitem__, names), strict=True)]
@@ -78,8 +81,8 @@ def draw(history: History, record: Record, selection: Selection, path: str | Pat
 # ---- Layers and names ------------------------------------------------------------------------------------------------
 
 
-def layers_of(names: Sequence[str], most: int = MOST_LAYERS) -> dict[str, list[str]]:
-    """Parameters by module, at the greatest depth of the tree with at most `most` modules.
+def layers_of(names: Sequence[str]) -> dict[str, list[str]]:
+    """Parameters by module, at the greatest depth of the tree with at most `MOST_LAYERS` modules.
 
     A module with many parameters of its own, such as an LSTM with several layers, is split into its parameters. If a
     depth has too many modules and the depth above it has few, as with a hundred blocks in a list, neighbours are
@@ -96,13 +99,13 @@ def layers_of(names: Sequence[str], most: int = MOST_LAYERS) -> dict[str, list[s
         layers, deeper = {}, layers
         for name, path in paths.items():
             layers.setdefault(".".join(path[:depth]), []).append(name)
-        if len(layers) <= most:
+        if len(layers) <= MOST_LAYERS:
             break
-    if len(layers) > most:
-        return _merged(layers, math.ceil(len(layers) / most))
-    return (
-        _merged(deeper, math.ceil(len(deeper) / (most - len(layers)))) if deeper and 4 * len(layers) < most else layers
-    )
+    if len(layers) > MOST_LAYERS:
+        return _merged(layers, math.ceil(len(layers) / MOST_LAYERS))
+    if deeper and 4 * len(layers) < MOST_LAYERS:
+        return _merged(deeper, math.ceil(len(deeper) / (MOST_LAYERS - len(layers))))
+    return layers
 
 
 def _merged(layers: dict[str, list[str]], size: int) -> dict[str, list[str]]:
@@ -161,13 +164,6 @@ def _totals(history: History) -> History:
     """The two total norms. Either may be missing, because a thinned history may contain only skipped steps."""
     tags = {"all layers": "gradient_norm_total", "before clipping": "gradient_norm_total_before_clipping"}
     return {label: history[tag] for label, tag in tags.items() if tag in history}
-
-
-def _histograms(record: Record, selection: Selection) -> dict[str, list[int]]:
-    """Counts of each parameter with a gradient."""
-    statistics = record.gradients
-    columns = zip(statistics.names, statistics.histogram.tolist(), statistics.missing.tolist(), strict=True)
-    return {name: row for name, row, missing in columns if not missing and selection.has(name)}
 
 
 # ---- Rows of layers --------------------------------------------------------------------------------------------------
@@ -305,8 +301,8 @@ def _finish(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _label_ends(axes: Any, labels: list[tuple[float, str, str]], gap: float = 0.075) -> None:
-    """Write names next to the lines' last values, at least `gap` of the axes' height apart."""
+def _label_ends(axes: Any, labels: list[tuple[float, str, str]]) -> None:
+    """Write names next to the lines' last values."""
     low, high = map(math.log, axes.get_ylim()) if axes.get_yscale() == "log" else (0.0, 1.0)
 
     def height_of(value: float) -> float:
@@ -316,8 +312,8 @@ def _label_ends(axes: Any, labels: list[tuple[float, str, str]], gap: float = 0.
     placed = -math.inf
     for index, (value, label, color) in enumerate(sorted(labels, key=lambda entry: height_of(entry[0]))):
         height = height_of(value)
-        room_above = 1 - gap * (len(labels) - 1 - index)
-        placed = max(min(height, room_above), placed + gap)
+        room_above = 1 - LABEL_GAP * (len(labels) - 1 - index)
+        placed = max(min(height, room_above), placed + LABEL_GAP)
         axes.annotate(
             label,
             (1, height),

@@ -17,11 +17,16 @@ from .returns import (
 )
 from .supports import centers, decode, hl_gauss, project, raw_centers, two_hot
 from .tensors import (
+    HISTOGRAM_BINS,
+    HISTOGRAM_FIRST_EDGE,
     Statistics,
     clip_units,
     clipping_of,
+    histograms,
+    histograms_from,
     l2_loss,
     norm_of,
+    octaves_of,
     tensor_statistics,
     unit_factors,
     unit_norms,
@@ -29,6 +34,8 @@ from .tensors import (
 )
 
 __all__ = [
+    "HISTOGRAM_BINS",
+    "HISTOGRAM_FIRST_EDGE",
     "Statistics",
     "centers",
     "clip_gradient_norm",
@@ -38,6 +45,8 @@ __all__ = [
     "decode",
     "entry_loss",
     "generalized_advantages",
+    "histograms",
+    "histograms_from",
     "hl_gauss",
     "l2_loss",
     "lambda_returns",
@@ -48,6 +57,7 @@ __all__ = [
     "n_step_transitions",
     "norm_of",
     "normalize_gradient",
+    "octaves_of",
     "project",
     "raw_centers",
     "retrace",

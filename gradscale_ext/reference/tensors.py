@@ -24,12 +24,9 @@ def l2_loss(parameters: Iterable[torch.Tensor], weight: float | torch.Tensor) ->
     return with_whole_gradient((0.5 * whole(weight) * torch.stack(squares)).sum())
 
 
-HISTOGRAM_BINS, HISTOGRAM_FIRST_EDGE = 64, -40
-"""The number of bins of log2 |g|, and the lower edge of the second bin."""
-
-Statistics = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Values `[3, N]` (norm, largest magnitude, mean), counts `[5, N]` (elements, zeros, NaN, inf, 1 for a missing
-tensor), and histogram `[N, bins]`."""
+Statistics = tuple[torch.Tensor, torch.Tensor]
+"""Values `[3, N]` (norm, largest magnitude, mean), and counts `[5, N]` (elements, zeros, NaN, inf, 1 for a missing
+tensor)."""
 
 
 def tensor_statistics(tensors: Iterable[torch.Tensor | None], p: float) -> Statistics:
@@ -38,46 +35,34 @@ def tensor_statistics(tensors: Iterable[torch.Tensor | None], p: float) -> Stati
     device = next((tensor.device for tensor in tensors if tensor is not None), torch.device("cpu"))
     columns = [_statistics_of(tensor, p, device) for tensor in tensors]
     if not columns:
-        return (
-            torch.empty((3, 0), dtype=_context.widest()),
-            torch.empty((5, 0), dtype=torch.int64),
-            torch.empty((0, HISTOGRAM_BINS), dtype=torch.int64),
-        )
-    values, counts, histograms = zip(*columns, strict=True)
-    return torch.stack(values, 1), torch.stack(counts, 1), torch.stack(histograms)
+        return torch.empty((3, 0), dtype=_context.widest()), torch.empty((5, 0), dtype=torch.int64)
+    values, counts = zip(*columns, strict=True)
+    return torch.stack(values, 1), torch.stack(counts, 1)
 
 
 def _statistics_of(tensor: torch.Tensor | None, p: float, device: torch.device) -> Statistics:
-    precise = _context.widest(device)
-    elements = torch.empty(0, device=device) if tensor is None else tensor.detach()
-    numel = elements.numel()
-    if elements.layout != torch.strided:
-        elements = (elements.coalesce() if elements.layout == torch.sparse_coo else elements).values()
-    if elements.is_complex():
-        elements = torch.view_as_real(elements.resolve_conj()).to(precise)
-        elements = torch.hypot(elements[..., 0], elements[..., 1])
-    elements = elements.to(precise).flatten()
+    elements = torch.empty(0, device=device) if tensor is None else _real_elements(tensor)
+    numel = 0 if tensor is None else tensor.numel()
+    elements = elements.to(_context.widest(device)).flatten()
     finite = torch.where(elements.isfinite(), elements, 0)
     magnitudes = finite.abs()
     nans, infs = elements.isnan().sum(), elements.isinf().sum()
     zeros = (elements == 0).sum() + (numel - elements.numel())
-    bins = (_exponents(magnitudes) - (HISTOGRAM_FIRST_EDGE - 1)).clamp(0, HISTOGRAM_BINS - 1).long()
-    histogram = torch.zeros(HISTOGRAM_BINS, dtype=torch.int64, device=device)
-    histogram = histogram.scatter_add(0, bins, (magnitudes > 0).long())
     count = numel - nans - infs
     values = [norm_of(magnitudes, p), _largest(magnitudes), finite.sum() / count.clamp(min=1)]
     counts = [torch.full_like(nans, numel), zeros, nans, infs, torch.full_like(nans, int(tensor is None))]
-    return torch.stack(values), torch.stack(counts), histogram
+    return torch.stack(values), torch.stack(counts)
 
 
-def _exponents(magnitudes: torch.Tensor) -> torch.Tensor:
-    """floor(log2(x)). While torch.compile traces, from the bits of x: Inductor of PyTorch 2.13 writes invalid C++ for
-    frexp of float64. Subnormal numbers and 0 then have the smallest exponent."""
-    if _context.is_eager():
-        return torch.frexp(magnitudes).exponent - 1
-    is_double = magnitudes.dtype == torch.float64
-    fraction_bits, bias = (52, 1023) if is_double else (23, 127)
-    return (magnitudes.view(torch.int64 if is_double else torch.int32) >> fraction_bits) - bias
+def _real_elements(tensor: torch.Tensor) -> torch.Tensor:
+    """The stored elements, those with the same index added up; the moduli of complex ones."""
+    elements = tensor.detach()
+    if elements.layout != torch.strided:
+        elements = (elements.coalesce() if elements.layout == torch.sparse_coo else elements).values()
+    if elements.is_complex():
+        elements = torch.view_as_real(elements.resolve_conj()).to(_context.widest(tensor.device))
+        elements = torch.hypot(elements[..., 0], elements[..., 1])
+    return elements
 
 
 def _largest(magnitudes: torch.Tensor) -> torch.Tensor:
@@ -91,6 +76,49 @@ def norm_of(magnitudes: torch.Tensor, p: float, dim: int = 0) -> torch.Tensor:
     largest = magnitudes.amax(dim)
     divisor = torch.where((largest > 0) & largest.isfinite(), largest, 1).unsqueeze(dim)
     return largest if math.isinf(p) else divisor.squeeze(dim) * (magnitudes / divisor).pow(p).sum(dim).pow(1 / p)
+
+
+# ---- Histograms ------------------------------------------------------------------------------------------------------
+
+HISTOGRAM_BINS, HISTOGRAM_FIRST_EDGE = 64, -40
+"""The number of bins of log2 |g|, one octave each, and the lower edge of the second bin. The first bin also counts
+everything smaller, and the last one everything larger."""
+
+
+def histograms(tensors: Iterable[torch.Tensor | None], counts: torch.Tensor) -> torch.Tensor:
+    """`[N, bins]` int64: the number of finite nonzero elements by ``log2 |g|``. The tensors are on the device of their
+    counts, which `tensor_statistics` returns."""
+    octaves = [octaves_of(tensor, counts.device) for tensor in tensors]
+    return histograms_from(torch.stack(octaves), counts) if octaves else counts.new_zeros((0, HISTOGRAM_BINS))
+
+
+def octaves_of(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """`[bins]` int64: the number of all elements by ``log2 |g|``, zeros in the first bin, NaN and inf in the last.
+
+    The exponent is read from the bits of an element. Temporary memory is two integers of the element's size.
+    """
+    if tensor is None:
+        return torch.zeros(HISTOGRAM_BINS, dtype=torch.int64, device=device)
+    elements = _real_elements(tensor).resolve_neg()
+    octaves = torch.zeros(HISTOGRAM_BINS, dtype=torch.int64, device=elements.device)
+    if tensor.layout != torch.strided:
+        octaves[0] = tensor.numel() - elements.numel()
+    if elements.dtype == torch.float64:
+        integers, fraction_bits, bias = torch.int64, 52, 1023
+    else:
+        elements, integers, fraction_bits, bias = elements.float(), torch.int32, 23, 127
+    bins = elements.flatten().view(integers) >> fraction_bits
+    bins = bins.bitwise_and_(2 * bias + 1).sub_(bias + HISTOGRAM_FIRST_EDGE - 1).clamp(0, HISTOGRAM_BINS - 1)
+    return octaves.index_add(0, bins, torch.ones_like(octaves[:1]).expand(bins.shape))
+
+
+def histograms_from(octaves: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Histograms of the finite nonzero elements from the `[N, bins]` octaves of all elements, and their counts."""
+    _, zeros, nans, infs, _ = counts.unsqueeze(-1)
+    return torch.cat([octaves[:, :1] - zeros, octaves[:, 1:-1], octaves[:, -1:] - (nans + infs)], 1)
+
+
+# ---- Clipping --------------------------------------------------------------------------------------------------------
 
 
 def clipping_of(
@@ -138,13 +166,8 @@ def unit_norms(tensors: Iterable[torch.Tensor], rows: bool) -> torch.Tensor:
 
 
 def _unit_norms(tensor: torch.Tensor, rows: bool) -> torch.Tensor:
-    precise = _context.widest(tensor.device)
-    elements = tensor.detach()
-    elements = elements if elements.layout == torch.strided else elements.to_dense()
-    if elements.is_complex():
-        elements = torch.view_as_real(elements.resolve_conj()).to(precise)
-        elements = torch.hypot(elements[..., 0], elements[..., 1])
-    elements = elements.to(precise)
+    elements = _real_elements(tensor if tensor.layout == torch.strided else tensor.detach().to_dense())
+    elements = elements.to(_context.widest(tensor.device))
     elements = elements.flatten(1) if rows and elements.dim() > 1 else elements.reshape(1, -1)
     return norm_of(elements.abs(), 2.0, dim=1)
 

@@ -54,8 +54,8 @@ class AdaptiveClipping:
             self._parts, self._weights = self._gradients, [parameter for _, parameter in self._named]
             self._groups = [list(range(len(self._named)))]
             if found := self._by_kernels(self._groups[0]):
-                self._units = UnitNorms(found[3], {})
-                return found[:3]
+                self._units = UnitNorms(found[2], {})
+                return found[:2]
         return self._in_groups()
 
     def _in_groups(self) -> reference.Statistics:
@@ -65,13 +65,13 @@ class AdaptiveClipping:
         for (name, parameter), gradient in zip(self._named, self._gradients, strict=True):
             if gradient is not None:
                 _check(name, parameter, gradient, self._rows)
-        self._groups = members_by(self._kind, len(self._named))
+        self._groups = members_by([self._kind(index) for index in range(len(self._named))])
         norms: list[torch.Tensor] = []
 
         def member_statistics(members: list[int]) -> reference.Statistics:
-            values, counts, histogram, unit_norms = self._by_kernels(members) or self._by_reference(members)
+            values, counts, unit_norms = self._by_kernels(members) or self._by_reference(members)
             norms.append(unit_norms)
-            return values, counts, histogram
+            return values, counts
 
         statistics = in_groups(self._groups, member_statistics)
         missing = [index for index, part in enumerate(self._parts) if part is None and self._is_part(index)]
@@ -94,16 +94,16 @@ class AdaptiveClipping:
         """Weights of the members whose gradients are clipped; None for the other members."""
         return [self._weights[index] if self._clipped[index] else None for index in members]
 
-    def _by_kernels(self, members: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    def _by_kernels(self, members: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         gradients = [self._parts[index] for index in members]
         return by_kernels(gradients, 2.0, self._weights_of(members), self._rows)  # type: ignore[no-any-return]
 
-    def _by_reference(self, members: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _by_reference(self, members: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         gradients, weights = [self._parts[index] for index in members], self._weights_of(members)
-        values, counts, histogram = on_one_device(gradients, 2.0)
+        values, counts = on_one_device(gradients, 2.0)
         pairs = [(g, w) for g, w in zip(gradients, weights, strict=True) if g is not None and w is not None]
         norms = [reference.unit_norms([pair[i] for pair in pairs], self._rows).to(values.device) for i in (0, 1)]
-        return values, counts, histogram, torch.stack(norms)
+        return values, counts, torch.stack(norms)
 
     def _find_columns(self, missing: Sequence[int] = ()) -> None:
         """Find the columns, in the norms of all units, of each clipped gradient and of each parameter whose gradient is

@@ -11,21 +11,25 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
-from .. import _context
+from .. import _context, reference
 from .._distributed import whole
 from .._native import _C, is_ordinary
-from .._numbers import as_float, check_scalar, real
+from .._numbers import as_float, check_flag, check_scalar, real
 from .._ranks import group_of
 from .._table import fitted_table, html_table, table
 from .adaptive import AdaptiveClipping
 from .listeners import callbacks, is_watched, leaves_graph
-from .passes import Gradients, are_plain, by_kernels, clip, clipping_of, keys_of, listed, statistics_of
+from .passes import Gradients, are_plain, by_kernels, clip, clipping_of, histograms_of, keys_of, listed, statistics_of
 from .shards import local_part
 
 Parameters = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 Tensors = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor | None] | Iterable[tuple[str, torch.Tensor | None]]
 
-BIN_EDGES = (-math.inf, *range(_C.histogram_first_edge, _C.histogram_first_edge + _C.histogram_bins - 1), math.inf)
+BIN_EDGES = (
+    -math.inf,
+    *range(reference.HISTOGRAM_FIRST_EDGE, reference.HISTOGRAM_FIRST_EDGE + reference.HISTOGRAM_BINS - 1),
+    math.inf,
+)
 
 
 @dataclass(frozen=True, repr=False, eq=False)  # == of tensors has no single truth value
@@ -46,8 +50,9 @@ class GradientStatistics:
     tensor itself."""
     _values: torch.Tensor
     _counts: torch.Tensor
-    histogram: torch.Tensor
-    """`[N, bins]` int64: the number of finite nonzero elements by ``log2 |g|``; histograms can be added."""
+    histogram: torch.Tensor | None = None
+    """`[N, bins]` int64: the number of finite nonzero elements by ``log2 |g|``; histograms can be added. None unless
+    `gradient_statistics` is called with ``histogram=True``."""
     norm_type: float = 2.0
     """The p of `norm` and `total_norm`."""
     _clipping: torch.Tensor | None = None
@@ -108,7 +113,7 @@ class GradientStatistics:
         the smallest factor of a unit), and 1 if that factor is not 1, else 0."""
         if self._clipping is not None:
             return self._clipping
-        return clipping_of((self._values, self._counts, self.histogram), self.norm_type, math.inf, False)
+        return clipping_of((self._values, self._counts), self.norm_type, math.inf, False)
 
     def item(self) -> float:
         """`total_norm` as a Python number. Waits for the device."""
@@ -154,8 +159,11 @@ class GradientStatistics:
         return function(*args, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Lists of Python numbers by field, and `total_norm`. Waits for the device."""
-        fields = ("numel", "norm", "abs_max", "mean", "zeros", "nans", "infs", "missing", "histogram", "bin_edges")
+        """Lists of Python numbers by field, and `total_norm`; `histogram` and `bin_edges` only if there is a histogram.
+        Waits for the device."""
+        fields = ["numel", "norm", "abs_max", "mean", "zeros", "nans", "infs", "missing"]
+        if self.histogram is not None:
+            fields += ["histogram", "bin_edges"]
         lists = {field: getattr(self, field).tolist() for field in fields}
         named = {"names": list(self.names), "is_gradient": list(self.is_gradient)}
         return {**named, **lists, "total_norm": self.item(), "norm_type": self.norm_type}
@@ -197,8 +205,10 @@ def _labels(names: list[str], is_gradient: list[bool], missing: list[bool]) -> t
     return "tensor", [f"gradient of {name}" if kind else name for name, kind in zip(names, is_gradient, strict=True)]
 
 
-def gradient_statistics(tensors: Tensors, names: Sequence[str] | None = None) -> GradientStatistics:
-    """Size, norm, largest magnitude, mean, zeros, NaN, inf and a histogram of each gradient, in one pass over all.
+def gradient_statistics(
+    tensors: Tensors, names: Sequence[str] | None = None, *, histogram: bool = False
+) -> GradientStatistics:
+    """Size, norm, largest magnitude, mean, zeros, NaN and inf of each gradient, in one pass over all; and histograms.
 
     For a parameter, the statistics describe its gradient, as in `clip_gradients_`; for any other tensor, the tensor
     itself. So ``p`` gives the statistics of ``p.grad``, and ``p.detach()`` the statistics of the weights. The table
@@ -214,16 +224,18 @@ def gradient_statistics(tensors: Tensors, names: Sequence[str] | None = None) ->
             `torch.nn.Parameter`, even a frozen one. A parameter whose `grad` is None is `missing`, and so is a None in
             place of a tensor. Tensors are floating or complex, dense or sparse, of any shapes, and on any devices.
             Complex elements enter by their modulus, and elements that a sparse tensor does not store are zeros.
-            A DTensor is counted with all its shards: each process group runs one all-reduce for all tensors together,
-            so every rank must make the call. An iterator without elements, which has probably been used up before,
-            causes a warning.
+            A DTensor is counted with all its shards: each process group runs one all-reduce for all tensors together
+            (and a second one for histograms), so every rank must make the call. An iterator without elements, which has
+            probably been used up before, causes a warning.
         names: one per tensor, for tables; by default the names in `tensors`, or else the indices.
+        histogram: True counts the elements of each tensor by their magnitude too, with about six of PyTorch's
+            operations for each tensor, and temporary memory of 8 to 16 bytes for each element of the largest one.
 
     Returns:
         `GradientStatistics`, on the device of the first tensor.
 
     Raises:
-        TypeError: an element is neither a floating or complex tensor nor None.
+        TypeError: an element is neither a floating or complex tensor nor None, or `histogram` is not a bool.
         ValueError: the number of names differs from the number of tensors.
 
     Related names: gradient norm, `get_total_norm`, gradient histogram.
@@ -238,11 +250,15 @@ def gradient_statistics(tensors: Tensors, names: Sequence[str] | None = None) ->
     weight       3      5     4        -0.3333  1      0     0
     bias         no gradient
     total norm: 5
-    >>> print(gradient_statistics([torch.ones(4)], names=["ones"]))
+    >>> found = gradient_statistics([torch.ones(4)], names=["ones"], histogram=True)
+    >>> print(found)
     tensor  numel  norm  abs_max  mean  zeros  nans  infs
     ones    4      2     1        1     0      0     0
     total norm: 2
+    >>> found.histogram[0, found.bin_edges.tolist().index(0)].item()  # elements with 0 <= log2 |g| < 1
+    4
     """
+    check_flag("gradient_statistics: histogram", histogram)
     own_names, given = _entries("gradient_statistics", "tensors", tensors)
     is_gradient = _are_parameters(given)
     gradients: Gradients = given
@@ -259,7 +275,9 @@ def gradient_statistics(tensors: Tensors, names: Sequence[str] | None = None) ->
             if gradient is not None:
                 _check("gradient_statistics", f"tensors[{index}]", gradient)
         parts = statistics_of(gradients, 2.0, None)
-    return GradientStatistics(names, is_gradient, *parts)
+    values, counts = parts
+    histograms = histograms_of(gradients, counts) if histogram else None
+    return GradientStatistics(names, is_gradient, values, counts, histograms)
 
 
 def _are_parameters(given: list[Any]) -> list[bool]:
@@ -414,7 +432,7 @@ def clip_gradients_(
     if is_one_step and not _context.shows_operators() and not is_watched(entries):
         parts = _C.clip_gradients(entries, p, limit, nonfinite == "skip")
         if parts is not None:
-            return GradientStatistics(names, [True] * len(names), *parts[:3], p, parts[3])
+            return GradientStatistics(names, [True] * len(names), *parts[:2], None, p, parts[2])
     named = _distinct(names, entries)
     leaves = not _context.is_eager() and (nonfinite == "error" or leaves_graph([parameter for _, parameter in named]))
     clip_named = _clip_in_eager_mode if leaves else _clip
@@ -442,7 +460,7 @@ def _clip(
     else:
         parts = units.statistics()
         clipping = units.clipping(parts, limit, eps, skip)
-    statistics = GradientStatistics([name for name, _ in named], [True] * len(named), *parts, p, clipping)
+    statistics = GradientStatistics([name for name, _ in named], [True] * len(named), *parts, None, p, clipping)
     if nonfinite == "error" and not math.isfinite(statistics.total_norm.item()):
         raise RuntimeError(_nonfinite(statistics))
     if nonfinite == "error" and units is not None and (bad := units.nonfinite_weights()):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .. import _context, reference
-from .._native import _C  # registers the operators
+from .. import _native as _native  # registers the operators
 
 _CPU = torch.device("cpu")
 
@@ -35,7 +35,7 @@ def tensor_statistics(
 ) -> tuple[torch.Tensor, ...]:
     """Statistics and, if there are weights, norms of units."""
     results = torch.ops.gradscale_ext.tensor_statistics(gradients, *_split(p), weights or [], rows)
-    return tuple(results if weights else results[:3])
+    return tuple(results if weights else results[:2])
 
 
 def clipping_of(
@@ -79,7 +79,6 @@ def _statistics_shapes(
     return (
         like.new_empty((3, count), dtype=torch.float64),
         like.new_empty((5, count), dtype=torch.int64),
-        like.new_empty((count, _C.histogram_bins), dtype=torch.int64),
         like.new_empty((2, units), dtype=torch.float64),
     )
 

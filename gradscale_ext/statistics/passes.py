@@ -10,7 +10,7 @@ import torch
 from .. import _context, reference
 from .._native import _C, DEVICE_TYPES, is_ordinary, warn_of_reference
 from . import operators
-from .shards import local_part, merged_over_groups
+from .shards import added_over_groups, local_part, merged_over_groups
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -94,19 +94,14 @@ def statistics_of(
     if process_group is None and (statistics := by_kernels(gradients, p)):
         return statistics  # type: ignore[no-any-return]
     parts = [gradient if gradient is None else local_part(gradient) for gradient in gradients]
-    members = members_by(lambda index: _device_of(parts[index]), len(parts))
+    members = members_by([None if part is None else part.device for part in parts])
     statistics = in_groups(members, lambda group: on_one_device([parts[i] for i in group], p))
     return merged_over_groups(statistics, gradients, p, process_group)
 
 
-def _device_of(part: torch.Tensor | None) -> torch.device | None:
-    return None if part is None else part.device
-
-
-def members_by(key: Callable[[int], object], count: int) -> list[list[int]]:
-    """Indices below `count`, grouped by key. Indices whose key is None join the first group."""
+def members_by(keys: Sequence[object]) -> list[list[int]]:
+    """Indices grouped by key. Indices whose key is None join the first group."""
     groups: dict[object, list[int]] = {}
-    keys = [key(index) for index in range(count)]
     first = next((one for one in keys if one is not None), None)
     for index, one in enumerate(keys):
         groups.setdefault(first if one is None else one, []).append(index)
@@ -123,16 +118,25 @@ def in_groups(
     columns: dict[int, list[torch.Tensor]] = {}
     device: torch.device | None = None
     for members in groups:
-        values, counts, histogram = member_statistics(members)
+        values, counts = member_statistics(members)
         device = device or values.device
-        moved = [tensor.to(device, non_blocking=True) for tensor in (values.T, counts.T, histogram)]
+        moved = [tensor.T.to(device, non_blocking=True) for tensor in (values, counts)]
         columns.update((i, list(column)) for i, *column in zip(members, *moved, strict=True))
-    values, counts, histogram = (torch.stack(rows) for rows in zip(*(columns[i] for i in sorted(columns)), strict=True))
-    return values.T.contiguous(), counts.T.contiguous(), histogram
+    values, counts = (torch.stack(rows, 1) for rows in zip(*(columns[i] for i in sorted(columns)), strict=True))
+    return values, counts
+
+
+def histograms_of(gradients: Gradients, counts: torch.Tensor) -> torch.Tensor:
+    """Histograms `[N, bins]` of whole gradients that have these counts, on the device of the counts."""
+    parts = [gradient if gradient is None else local_part(gradient) for gradient in gradients]
+    octaves = [reference.octaves_of(part, counts.device).to(counts.device, non_blocking=True) for part in parts]
+    if not octaves:
+        return counts.new_zeros((0, reference.HISTOGRAM_BINS))
+    return reference.histograms_from(added_over_groups(torch.stack(octaves), gradients), counts)
 
 
 def clipping_of(parts: reference.Statistics, p: float, max_norm: float | torch.Tensor, skip: bool) -> torch.Tensor:
-    values, counts, _ = parts
+    values, counts = parts
     return library_for([values]).clipping_of(values, counts, p, max_norm, skip)  # type: ignore[no-any-return]
 
 

@@ -81,39 +81,59 @@ def merged_over_groups(
     `process_group` is for plain tensors. Replicas are counted by the first process of their group. In `units`, the
     norms of parts become the norms of whole units, in the same all-reduce.
     """
+    for group, mine in _groups(gradients, process_group):
+        own = None if units is None else units.in_group(group.group_name)
+        statistics, norms = _merged(_counted(statistics, mine), own, group, p)
+        if units is not None:
+            units.replace(group.group_name, norms)
+    return statistics
+
+
+def added_over_groups(octaves: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """Octaves `[N, bins]` of whole gradients from the octaves of each process's parts, as in `merged_over_groups`."""
+    for group, mine in _groups(gradients, None):
+        octaves = torch.where(torch.tensor(mine, device=octaves.device)[:, None], octaves, 0)
+        with waiting("gradient statistics"):
+            dist.all_reduce(octaves, group=group)
+    return octaves
+
+
+def _groups(
+    gradients: Sequence[torch.Tensor | None], process_group: dist.ProcessGroup | None
+) -> list[tuple[dist.ProcessGroup, list[bool]]]:
+    """The process groups over which gradients are spread, each with a list: for each gradient, True if this process
+    counts its part in the group."""
     plain: dict[str, tuple[dist.ProcessGroup, bool]] = {}
     if process_group is not None:
         plain[process_group.group_name] = (process_group, True)
     if not plain and all(type(gradient) in (torch.Tensor, type(None)) for gradient in gradients):
-        return statistics
+        return []
     by_gradient = [
-        _sharded_over(gradient, index) if is_distributed(gradient) else plain
+        {} if gradient is None else _sharded_over(gradient, index) if is_distributed(gradient) else plain
         for index, gradient in enumerate(gradients)
-        if gradient is not None
     ]
     groups = {name: group for members in [plain, *by_gradient] for name, (group, _) in members.items()}
-    for name, group in groups.items():
-        present = iter(by_gradient)
-        mine = [
-            gradient is None or next(present).get(name, (group, False))[1] or dist.get_rank(group) == 0
-            for gradient in gradients
-        ]
-        own = None if units is None else units.in_group(name)
-        statistics, norms = _merged(_counted(statistics, mine), own, group, p)
-        if units is not None:
-            units.replace(name, norms)
-    return statistics
+    return [
+        (
+            group,
+            [
+                gradient is None or own.get(name, (group, False))[1] or dist.get_rank(group) == 0
+                for gradient, own in zip(gradients, by_gradient, strict=True)
+            ],
+        )
+        for name, group in groups.items()
+    ]
 
 
 def _counted(statistics: reference.Statistics, mine: list[bool]) -> reference.Statistics:
     """The statistics, in which tensors that another process counts (`mine` is False) are marked as missing."""
     if all(mine):
         return statistics
-    values, counts, histogram = statistics
+    values, counts = statistics
     kept = torch.tensor(mine, device=values.device)
     nothing = torch.zeros_like(counts)
     nothing[4] = 1
-    return torch.where(kept, values, 0), torch.where(kept, counts, nothing), torch.where(kept[:, None], histogram, 0)
+    return torch.where(kept, values, 0), torch.where(kept, counts, nothing)
 
 
 def _merged(
@@ -122,21 +142,20 @@ def _merged(
     """Merge the statistics, and the 2-norms of units, of all processes. One all-reduce adds the counts, and gathers the
     values that cannot be added: each process has a row, to which the other processes add zeros. Counts are exact in
     float64."""
-    values, counts, histogram = statistics
+    values, counts = statistics
     finite = (counts[0] - counts[2] - counts[3]).to(values.dtype)
     own = torch.cat([values.flatten(), finite, *([] if units is None else [units.flatten()])])
     processes = dist.get_world_size(group)
     places = own.new_zeros((processes, len(own)))
     places[dist.get_rank(group)] = own
-    parts = [places, counts.to(own.dtype), histogram.to(own.dtype)]
-    packed = torch.cat([part.flatten() for part in parts])
+    packed = torch.cat([places.flatten(), counts.to(own.dtype).flatten()])
     with waiting("gradient statistics"):
         dist.all_reduce(packed, group=group)
-    split = torch.split(packed, [part.numel() for part in parts])
-    places, counts, histogram = (sums.view_as(part) for sums, part in zip(split, parts, strict=True))
+    places = packed[: places.numel()].view_as(places)
+    counts = packed[places.numel() :].view_as(counts)
     tensor_places, unit_places = places[:, : 4 * values.shape[1]], places[:, 4 * values.shape[1] :]
     norm, abs_max, mean, finite = tensor_places.view(processes, 4, -1).unbind(1)
     mean = (mean * finite).sum(0) / finite.sum(0).clamp(min=1)
     counts[4] = counts[4] == processes  # missing in all processes
     merged = torch.stack([reference.norm_of(norm, p), abs_max.amax(0), mean])
-    return (merged, counts.long(), histogram.long()), reference.norm_of(unit_places, 2.0).view(2, -1)
+    return (merged, counts.long()), reference.norm_of(unit_places, 2.0).view(2, -1)

@@ -110,7 +110,8 @@ def clipping_step(gradients):
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient.clone()
     found = gs.clip_gradients_(parameters, 1.0, nonfinite="skip")
-    fields = [found.norm, found.mean, found.zeros, found.missing, found.histogram, found.total_norm]
+    histogram = gs.gradient_statistics(gradients, histogram=True).histogram
+    fields = [found.norm, found.mean, found.zeros, found.missing, histogram, found.total_norm]
     return [*fields, *(parameter.grad for parameter in parameters)]
 
 

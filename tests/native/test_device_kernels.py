@@ -102,20 +102,6 @@ FAULTS = {
         "",
         IN_SHARED,
     ),
-    "missing barrier after counters are cleared": (
-        "statistics",
-        "statistics/cuda/statistics.cuh",
-        "  const ExponentsOfBlock octaves(counters, ends);\n  __syncthreads();\n",
-        "  const ExponentsOfBlock octaves(counters, ends);\n",
-        IN_SHARED,
-    ),
-    "missing barrier after the counters of a warp are cleared": (
-        "statistics",
-        "statistics/cuda/statistics.cuh",
-        "    const BinsOfWarp octaves(counters);\n    __syncwarp();\n",
-        "    const BinsOfWarp octaves(counters);\n",
-        IN_SHARED,
-    ),
     "write past the end of a row": (
         "rows of a block",
         "cuda/rows.cuh",

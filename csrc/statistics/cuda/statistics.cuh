@@ -1,131 +1,15 @@
 // Statistics of many tensors.
 //
 // chunk_statistics    one warp for each tensor of up to 16 KB, and one block for each chunk of a larger one. Elements
-// are
-//                     read once, 128 bytes per thread at a time. They are counted by their exponents in 32 KB of shared
-//                     memory, with atomic additions of integers. A block has a counter for each exponent and lane; a
-//                     warp has one for each bin and two lanes, because it may have only an eighth of the memory. Three
-//                     blocks share a multiprocessor, so that 96 KB of loads are in flight.
+//                     are read once, 128 bytes per thread at a time. Four blocks share a multiprocessor, so that
+//                     128 KB of loads are in flight.
 // tensor_statistics   if a tensor has several chunks: one block for each of the larger tensors adds the statistics of
-//                     its chunks, in their order. It reads 300 bytes for each 256 KiB of the tensor.
+//                     its chunks, in their order. It reads 48 bytes for each 256 KiB of the tensor.
 #pragma once
 
 #include "lists.cuh"
 
 namespace gradscale {
-
-// ---- Octaves --------------------------------------------------------------------------------------------------------
-
-// Histograms of octaves in shared memory: how many elements there are of each exponent of float, or in each bin.
-// Counters are integers, so that the order of additions does not matter. Zeros are counted as the smallest numbers.
-
-constexpr int32_t kBias = Magnitude<float>::kBias;
-
-struct alignas(16) FourCounters {
-  uint32_t counts[4];
-};
-
-constexpr int kFourCounters = 2048; // of a block
-
-// The sum of a row of `size` counters. Threads begin in different columns, and so in different banks.
-template <int size>
-GRADSCALE_DEVICE int32_t total_of(const FourCounters* row) {
-  uint32_t sum = 0;
-#pragma unroll
-  for (int i = 0; i < size / 4; ++i) {
-    const FourCounters four = row[(threadIdx.x + i) % (size / 4)];
-    sum += four.counts[0] + four.counts[1] + (four.counts[2] + four.counts[3]);
-  }
-  return static_cast<int32_t>(sum);
-}
-
-// The counters of a warp: two lanes share the counters of all bins. Elements that are not finite are counted in the
-// last bin.
-struct BinsOfWarp {
-  static constexpr int kColumns = 16;
-  static constexpr int kFours = kHistogramBins * kColumns / 4;
-
-  FourCounters* counters; // [kHistogramBins, kColumns / 4]
-  SharedAddress own;      // the first counter of this lane
-
-  // Clears the counters of this warp. Call __syncwarp() before counting.
-  GRADSCALE_DEVICE explicit BinsOfWarp(FourCounters* shared)
-      : counters(shared + threadIdx.x / 32 * kFours),
-        own(shared_address(reinterpret_cast<unsigned*>(counters) + threadIdx.x % kColumns)) {
-    static_assert(kWarps * kFours == kFourCounters);
-    for (int i = threadIdx.x % 32; i < kFours; i += 32) {
-      counters[i] = {};
-    }
-  }
-  GRADSCALE_DEVICE void count_bin(int32_t bin) const {
-    count_one(own + bin * (4 * kColumns));
-  }
-  GRADSCALE_DEVICE void count(float number) const {
-    const int32_t exponent = (bit_cast<int32_t>(number) & 0x7f800000) >> Magnitude<float>::kFractionBits;
-    count_bin(exponent_bin(exponent - kBias));
-  }
-  // Stores the bins. Call __syncwarp() after counting. `zeros` and `nonfinite` are the numbers of elements that were
-  // counted but are in no bin.
-  template <class Count>
-  GRADSCALE_DEVICE void store(Count* histogram, int32_t zeros, int32_t nonfinite) const {
-    for (int bin = threadIdx.x % 32; bin < kHistogramBins; bin += 32) {
-      const int32_t others = bin == 0 ? zeros : (bin == kHistogramBins - 1 ? nonfinite : 0);
-      histogram[bin] = total_of<kColumns>(counters + bin * (kColumns / 4)) - others;
-    }
-  }
-};
-
-// The counters of a block. Each lane has counters of its own, in a bank of its own, so that the lanes of a warp never
-// wait for each other, however alike their elements are. The warps share the counters.
-struct ExponentsOfBlock {
-  static constexpr int kExponents = 256; // the last one is the exponent of inf and NaN
-
-  FourCounters* counters; // [kExponents, 8]
-  int* ends;              // the first bin and the last one, which have many exponents
-  SharedAddress own;      // the first counter of this lane
-
-  // Clears the counters. Call __syncthreads() before counting.
-  GRADSCALE_DEVICE ExponentsOfBlock(FourCounters* shared, int* shared_ends)
-      : counters(shared),
-        ends(shared_ends),
-        own(shared_address(reinterpret_cast<unsigned*>(shared) + threadIdx.x % 32)) {
-    static_assert(8 * kExponents == kFourCounters);
-    for (int i = threadIdx.x; i < kFourCounters; i += kThreads) {
-      shared[i] = {};
-    }
-    if (threadIdx.x < 2) {
-      ends[threadIdx.x] = 0;
-    }
-  }
-  // Counts a number. Zeros and subnormal numbers have the exponent 0.
-  GRADSCALE_DEVICE void count(float number) const {
-    const uint32_t exponent = bit_cast<uint32_t>(number) & 0x7f800000;
-    count_one(own + (exponent >> 16)); // 32 counters of 4 bytes for each exponent
-  }
-  // Counts a number by its bin.
-  GRADSCALE_DEVICE void count_bin(int32_t bin) const {
-    count(bit_cast<float>((bin + kFirstEdge - 1 + kBias) << Magnitude<float>::kFractionBits));
-  }
-  // Stores the bins. Call __syncthreads() after counting. `zeros` is the number of zeros that were counted, which are
-  // in no bin; only the first thread's value is used.
-  template <class Count>
-  GRADSCALE_DEVICE void store(Count* histogram, int32_t zeros, int32_t) const {
-    for (int exponent = threadIdx.x; exponent < kExponents - 1; exponent += kThreads) {
-      const int32_t count = total_of<32>(counters + 8 * exponent);
-      const int32_t bin = exponent_bin(exponent - kBias);
-      if (bin > 0 && bin < kHistogramBins - 1) {
-        histogram[bin] = count;
-      } else if (count != 0) {
-        atomicAdd(ends + (bin != 0), count);
-      }
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      histogram[0] = ends[0] - zeros;
-      histogram[kHistogramBins - 1] = ends[1];
-    }
-  }
-};
 
 // ---- Sums of windows ------------------------------------------------------------------------------------------------
 
@@ -199,10 +83,9 @@ struct WindowSums {
   int32_t nans = 0;
   int32_t infs = 0;
 
-  // All threads of the warp add their windows and count their octaves. Returns false if the windows were not added,
-  // because float would lose precision or an element is not finite; their octaves are counted then too.
-  template <class Octaves>
-  GRADSCALE_DEVICE bool add(const Window<T> (&windows)[kWindowsAtOnce], const Octaves& octaves) {
+  // All threads of the warp add their windows. Returns false if the windows were not added, because float would lose
+  // precision or an element is not finite.
+  GRADSCALE_DEVICE bool add(const Window<T> (&windows)[kWindowsAtOnce]) {
     WindowSums next = *this;
     MagnitudeExtremes<T> extremes;
     float all_squares = 0;
@@ -213,10 +96,6 @@ struct WindowSums {
       next.squares += static_cast<double>(squares);
       next.sum += static_cast<double>(window.sum());
       extremes.add(window);
-#pragma unroll
-      for (int k = 0; k < Window<T>::kSize; ++k) {
-        octaves.count(window[k]);
-      }
     }
     const float most = extremes.largest();
     next.largest = larger(next.largest, most);
@@ -251,10 +130,10 @@ struct WindowSums {
   }
 };
 
-// Sums this thread's windows of a chunk, and counts their octaves. The windows are distributed over the warps of the
-// team. Each lane has the same number of windows. Those beyond the chunk are zeros, which are counted too.
-template <class T, class Octaves>
-GRADSCALE_DEVICE ChunkSums window_sums(const T* data, int32_t size, const Octaves& octaves, const Team& team) {
+// Sums this thread's windows of a chunk. The windows are distributed over the warps of the team. Each lane has the same
+// number of windows. Those beyond the chunk are zeros, which are counted too.
+template <class T>
+GRADSCALE_DEVICE ChunkSums window_sums(const T* data, int32_t size, const Team& team) {
   constexpr int32_t kOfWarp = 32 * kWindowsAtOnce;
   const Windows<T> windows(data, size);
   const int32_t lane = team.rank % 32;
@@ -274,7 +153,7 @@ GRADSCALE_DEVICE ChunkSums window_sums(const T* data, int32_t size, const Octave
         now[c] = read_window(data, size, windows.first(begin + 32 * c + lane));
       }
     }
-    if (!own.add(now, octaves)) {
+    if (!own.add(now)) {
 #pragma unroll 1
       for (int c = 0; c < kWindowsAtOnce; ++c) { // read again, because registers are few
         own.add_each(read_window(data, size, windows.first(begin + 32 * c + lane)));
@@ -315,10 +194,9 @@ GRADSCALE_DEVICE void add_finite(
   sum = team.sum(own_sum);
 }
 
-// Adds up this thread's elements one by one, and counts their octaves.
-template <class T, class Octaves>
-GRADSCALE_DEVICE ChunkSums
-element_sums(const T* data, int32_t size, double p, const Octaves& octaves, const Team& team) {
+// Adds up this thread's elements one by one.
+template <class T>
+GRADSCALE_DEVICE ChunkSums element_sums(const T* data, int32_t size, double p, const Team& team) {
   using A = Accumulate<T>;
   using M = Magnitude<A>;
   ChunkSums own{0, 0, 0, 0, 0, 0};
@@ -331,17 +209,14 @@ element_sums(const T* data, int32_t size, double p, const Octaves& octaves, cons
       }
       if (bits == 0) {
         ++own.zeros;
-        octaves.count(0.0f);
       } else if (bits < M::kInfinity) {
         const auto value = static_cast<double>(values[k]);
         const double magnitude = std::abs(value);
-        octaves.count_bin(M::bin(bits));
         own.largest = magnitude > own.largest ? magnitude : own.largest;
         own.sum += value;
         own.powers += power_in_norm(magnitude, p);
       } else {
         ++(bits > M::kInfinity ? own.nans : own.infs);
-        octaves.count(INFINITY);
       }
     }
   });
@@ -350,30 +225,20 @@ element_sums(const T* data, int32_t size, double p, const Octaves& octaves, cons
 
 // ---- The kernels ----------------------------------------------------------------------------------------------------
 
-// Statistics of a chunk, or of a tensor, without its histogram.
-struct ChunkTotals {
-  ElementSums sums;
-  int32_t zeros;
-  int32_t nans;
-  int32_t infs;
-  int32_t counted_zeros; // the zeros that were counted in an octave
-};
-
 // Computes the statistics of a chunk with the threads of a team, for a norm of order p. If `windows` is true, p is 2
 // or inf, and elements narrower than double are summed in windows of 16 bytes, whose sums of squares need no root.
 // each_type(function) calls function(data, size) with a pointer to elements of their type.
-template <bool windows, class EachType, class Octaves>
-GRADSCALE_DEVICE ChunkTotals
-chunk_totals(const EachType& each_type, double p, const Octaves& octaves, const Team& team) {
+template <bool windows, class EachType>
+GRADSCALE_DEVICE ChunkStatistics statistics_of(const EachType& each_type, double p, const Team& team) {
   const bool is_maximum = std::isinf(p);
   ChunkSums own{};
   int32_t padding = 0; // zeros beyond the end of the chunk that the team has counted too
   each_type([&](const auto* data, int32_t size) {
     if constexpr (windows && sizeof(*data) < sizeof(double)) {
-      own = window_sums(data, size, octaves, team);
+      own = window_sums(data, size, team);
       padding = padding_zeros(data, size);
     } else {
-      own = element_sums(data, size, windows ? 2 : p, octaves, team);
+      own = element_sums(data, size, windows ? 2 : p, team);
     }
   });
   const ChunkSums all{
@@ -395,20 +260,18 @@ chunk_totals(const EachType& each_type, double p, const Octaves& octaves, const 
       sums.powers = all.largest / sums.root / sums.root;
     }
   }
-  return {sums, all.zeros - padding, all.nans, all.infs, all.zeros};
+  return {sums, all.zeros - padding, all.nans, all.infs};
 }
 
-// Stores the statistics of a tensor, except its histogram. Called by one thread.
+// Stores the statistics of a tensor. Called by one thread.
 template <bool windows, class List>
-GRADSCALE_DEVICE void store_totals(
-    const StatisticsArguments<List>& arguments, const ListedTensor& tensor, const ChunkTotals& totals) {
+GRADSCALE_DEVICE void store_statistics(
+    const StatisticsArguments<List>& arguments, const ListedTensor& tensor, const ChunkStatistics& all) {
   const double p = windows ? (std::isinf(arguments.p) ? static_cast<double>(INFINITY) : 2) : arguments.p;
-  arguments.out.store(
-      tensor.index, totals.sums, tensor.size, tensor.implicit_zeros, totals.zeros, totals.nans, totals.infs, p);
+  arguments.out.store(tensor.index, all.sums, tensor.size, tensor.implicit_zeros, all.zeros, all.nans, all.infs, p);
 }
 
-// Blocks of window_sums() on a multiprocessor. Before sm_80, shared memory has room for one, and registers for three
-// would spill.
+// Blocks of window_sums() on a multiprocessor. Before sm_80, the registers of three would spill.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int kWindowBlocks = 2;
 #else
@@ -418,33 +281,24 @@ constexpr int kWindowBlocks = 3;
 template <bool windows, class List>
 GRADSCALE_KERNEL(kThreads, windows ? kWindowBlocks : 2)
 chunk_statistics(GRADSCALE_ARGUMENT(StatisticsArguments<List>) arguments) {
-  GRADSCALE_SHARED(FourCounters, counters, kFourCounters);
   GRADSCALE_SHARED(double, shared, kWarps);
-  GRADSCALE_SHARED(int, ends, 2);
   const List& list = arguments.list;
   if (is_block_of_singles(list)) {
     if (warp_index() >= list.singles) { // the same for all of the warp
       return;
     }
-    const BinsOfWarp octaves(counters);
-    __syncwarp();
     const auto each_type = [&](auto function) {
       const ListedTensor& tensor = list.ranges[warp_index()];
       dispatch_element(tensor.element, [&](auto type) {
         function(static_cast<const decltype(type)*>(tensor.data), static_cast<int32_t>(tensor.size));
       });
     };
-    const ChunkTotals totals = chunk_totals<windows>(each_type, arguments.p, octaves, warp_team());
-    __syncwarp();
-    const ListedTensor& tensor = list.ranges[warp_index()];
+    const ChunkStatistics all = statistics_of<windows>(each_type, arguments.p, warp_team());
     if (threadIdx.x % 32 == 0) {
-      store_totals<windows>(arguments, tensor, totals);
+      store_statistics<windows>(arguments, list.ranges[warp_index()], all);
     }
-    octaves.store(arguments.out.histogram_of(tensor.index), totals.counted_zeros, totals.nans + totals.infs);
     return;
   }
-  const ExponentsOfBlock octaves(counters, ends);
-  __syncthreads();
   // Looks the chunk up again in each call: keeping it would take registers.
   const auto each_type = [&](auto function) {
     const ChunkOfTensor chunk = chunk_of_block(list, kChunkOfStatistics);
@@ -452,41 +306,14 @@ chunk_statistics(GRADSCALE_ARGUMENT(StatisticsArguments<List>) arguments) {
       function(static_cast<const decltype(type)*>(chunk.tensor.data) + chunk.begin, chunk.size);
     });
   };
-  const ChunkTotals totals = chunk_totals<windows>(each_type, arguments.p, octaves, block_team(shared));
-  const ListedTensor& tensor = list.range_for_block(blockIdx.x);
-  if (tensor_blocks(tensor, kChunkOfStatistics) == 1) {
-    if (threadIdx.x == 0) {
-      store_totals<windows>(arguments, tensor, totals);
-    }
-    octaves.store(arguments.out.histogram_of(tensor.index), totals.counted_zeros, 0);
-    return;
-  }
-  ChunkStatistics& result = arguments.chunks[blockIdx.x - list.blocks_of_singles()];
+  const ChunkStatistics all = statistics_of<windows>(each_type, arguments.p, block_team(shared));
   if (threadIdx.x == 0) {
-    result.sums = totals.sums;
-    result.zeros = totals.zeros;
-    result.nans = totals.nans;
-    result.infs = totals.infs;
-  }
-  octaves.store(result.histogram, totals.counted_zeros, 0);
-}
-
-// Adds up the histograms of the chunks of a tensor. The threads of a bin take turns with the chunks; then one thread of
-// the bin adds up their counts.
-GRADSCALE_DEVICE void add_histograms(const ChunkStatistics* chunks, int64_t num_chunks, int64_t* counts, int64_t* out) {
-  const int bin = threadIdx.x % kHistogramBins;
-  int64_t own = 0;
-  for (int64_t i = threadIdx.x / kHistogramBins; i < num_chunks; i += kThreads / kHistogramBins) {
-    own += chunks[i].histogram[bin];
-  }
-  counts[threadIdx.x] = own;
-  __syncthreads();
-  if (threadIdx.x < kHistogramBins) {
-    int64_t sum = 0;
-    for (int i = bin; i < kThreads; i += kHistogramBins) {
-      sum += counts[i];
+    const ListedTensor& tensor = list.range_for_block(blockIdx.x);
+    if (tensor_blocks(tensor, kChunkOfStatistics) == 1) {
+      store_statistics<windows>(arguments, tensor, all);
+    } else {
+      arguments.chunks[blockIdx.x - list.blocks_of_singles()] = all;
     }
-    out[bin] = sum;
   }
 }
 
@@ -496,7 +323,6 @@ tensor_statistics(GRADSCALE_ARGUMENT(StatisticsArguments<List>) arguments) {
   const double p = arguments.p;
   const StatisticsOut& out = arguments.out;
   GRADSCALE_SHARED(double, shared, kWarps);
-  GRADSCALE_SHARED(int64_t, counts, kThreads);
   const Team block = block_team(shared);
   const List& list = arguments.list;
   const ListedTensor& tensor = list.ranges[list.singles + blockIdx.x];
@@ -529,7 +355,6 @@ tensor_statistics(GRADSCALE_ARGUMENT(StatisticsArguments<List>) arguments) {
   if (threadIdx.x == 0) {
     out.store(tensor.index, all, tensor.size, tensor.implicit_zeros, zeros, nans, infs, p);
   }
-  add_histograms(chunks, count, counts, out.histogram_of(tensor.index));
 }
 
 } // namespace gradscale
