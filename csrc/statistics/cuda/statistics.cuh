@@ -1,8 +1,8 @@
 // Statistics of many tensors.
 //
 // chunk_statistics    one warp for each tensor of up to 16 KB, and one block for each chunk of a larger one. Elements
-//                     are read once, 128 bytes per thread at a time. Four blocks share a multiprocessor, so that
-//                     128 KB of loads are in flight.
+//                     are read once, 128 bytes per thread at a time. Three blocks share a multiprocessor, so that
+//                     96 KB of loads are in flight; the registers of a fourth would be too few.
 // tensor_statistics   if a tensor has several chunks: one block for each of the larger tensors adds the statistics of
 //                     its chunks, in their order. It reads 48 bytes for each 256 KiB of the tensor.
 #pragma once
