@@ -23,9 +23,13 @@ ESCAPES = {
 }  # fmt: skip
 #: Calls that make tensors from Python or NumPy values.
 FACTORIES = {
-    "tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "from_dlpack", "scalar_tensor", "full", "full_like",
-    "new", "new_tensor", "new_full",
+    "tensor", "as_tensor", "asarray", "scalar_tensor", "full", "full_like", "new", "new_tensor", "new_full",
 }  # fmt: skip
+#: The ones that make tensors from arrays and lists, and other functions that do, but that no mode of PyTorch sees.
+FROM_OUTSIDE = {"tensor", "as_tensor", "asarray", "new_tensor"}
+FROM_OUTSIDE_UNSEEN = (
+    (torch, "from_numpy"), (torch, "frombuffer"), (torch, "from_dlpack"), (torch.utils.dlpack, "from_dlpack"),
+)  # fmt: skip
 #: Operations that may have a Python or NumPy number as an operand, by their names without underscores at the ends.
 ARITHMETIC = {
     "add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "div", "truediv", "rtruediv", "itruediv",
@@ -73,7 +77,12 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
-def is_fraction(value: Any) -> bool:
+def is_table(tensor: torch.Tensor) -> bool:
+    """Return True for a floating tensor with at least two dimensions of more than one element."""
+    return tensor.is_floating_point() and not tensor.is_nested and sum(size > 1 for size in tensor.shape) > 1
+
+
+def _is_fraction(value: Any) -> bool:
     """Return True for a Python or NumPy number that is not an integer by its type."""
     return isinstance(value, Number) and not isinstance(value, Integral)
 
@@ -84,4 +93,4 @@ def takes_number(name: str, values: list[Any]) -> bool:
     literals = {value for value in frame.f_code.co_consts if isinstance(value, Number)} if frame else set()
     if name in FACTORIES:
         return not all(isinstance(value, Number) and value in literals for value in values[:1])
-    return name.strip("_") in ARITHMETIC and any(value not in literals for value in filter(is_fraction, values))
+    return name.strip("_") in ARITHMETIC and any(value not in literals for value in filter(_is_fraction, values))

@@ -310,7 +310,8 @@ class _Diagnosis:
             if cut.entered is not None and self._is_left_out(parameter):
                 cause = "the loss depends on it only through what was computed while gradients were off"
                 return finding_of("no_grad", name, cause, cut.entered)
-            return finding_of(cut.kind, name, f"{_cut_cause(cut)}{about_loss}", cut.location)
+            possibly = "" if cut.returned is None else "possibly: "
+            return finding_of(cut.kind, name, f"{possibly}{_cut_cause(cut)}{about_loss}", cut.location)
         escapes = self.tracer.escapes(parameter, self.loss)
         if escapes:
             cut = _likeliest(escapes[-1].cuts)
@@ -433,7 +434,12 @@ def _place(cut: Cut) -> tuple[Any, ...]:
 
 
 def _result_of(cut: Cut) -> str:
-    return "what was computed while gradients were off" if cut.kind == "no_grad" else f"the result of {cut.call}"
+    result = "what was computed while gradients were off" if cut.kind == "no_grad" else f"the result of {cut.call}"
+    return result + _return_of(cut)
+
+
+def _return_of(cut: Cut) -> str:
+    return "" if cut.returned is None else f" (which may come back at {cut.returned}, in a tensor of its shape)"
 
 
 def _as_left_out(finding: Finding) -> Finding:
@@ -451,7 +457,7 @@ def _dead_rows(gradient: torch.Tensor) -> torch.Tensor | None:
 
 
 def _cut_cause(cut: Cut) -> str:
-    call = f"the loss depends on it only through the result of {cut.call}"
+    call = f"the loss depends on it only through the result of {cut.call}{_return_of(cut)}"
     if cut.kind == "integer_dtype":
         return f"{call}, integers or booleans, which have no derivative"
     if cut.kind == "no_grad":

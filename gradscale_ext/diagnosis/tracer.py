@@ -6,20 +6,21 @@ import contextlib
 import functools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.autograd.graph import Node
-from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .calls import (
     ARITHMETIC,
     ESCAPES,
-    FACTORIES,
+    FROM_OUTSIDE,
+    FROM_OUTSIDE_UNSEEN,
     is_followed,
-    is_fraction,
+    is_table,
     name_of,
     operands_of,
     takes_number,
@@ -37,7 +38,6 @@ from .graph import (
     walk,
 )
 from .lines import Location, users_line
-from .outside import Outside
 
 #: A value counts as the one that was cut off if at most this number of calls are between it and the cut:
 #: `x / x.pow(2).mean().sqrt().detach()` has three.
@@ -53,6 +53,8 @@ class Cut:
     location: Location | None
     entered: Location | None = None
     """The line that turned gradients off."""
+    returned: Location | None = None
+    """The line that made a tensor of the same shape outside of PyTorch, after the value had left."""
 
 
 class Escape(NamedTuple):
@@ -115,11 +117,12 @@ class _History(NamedTuple):
 class GradientTracer(TorchFunctionMode):
     """Watches a forward pass, so that `diagnose_gradients` can name the call and the line where a graph was cut.
 
-    Every call of PyTorch in the `with` block is watched, with its operands and results. Values that leave PyTorch and
-    come back, through NumPy, a list or a file, are recognised by their memory or their numbers, of which the tracer
-    keeps copies. It keeps no tensor alive, and calls no operation that another mode sees. It can be entered again after
-    the block, and then reports the last block only. Modules compiled with `torch.compile` run eagerly in the block;
-    calls inside `torch.func` transforms are not watched. Each call takes longer than without a tracer.
+    Every call of PyTorch in the `with` block is watched, with its operands and results. A value of two or more
+    dimensions that leaves PyTorch, as an array or a list, is taken to come back where a tensor of its shape is made
+    from an array or a list later in the block. The tracer keeps no tensor alive, and calls no operation that another
+    mode sees. It can be entered again after the block, and then reports the last block only. Modules compiled with
+    `torch.compile` run eagerly in the block; calls inside `torch.func` transforms are not watched. Each call takes
+    longer than without a tracer.
 
     Raises:
         RuntimeError: it is entered while it is active.
@@ -144,8 +147,6 @@ class GradientTracer(TorchFunctionMode):
         # Histories of values with a node, by their memory. A tensor that shares this memory but has no node was made
         # by a call that no mode sees.
         self._made: MutableMapping[torch.UntypedStorage, _History] = WeakIdKeyDictionary()
-        # Memory that other libraries may use too, by its address.
-        self._addresses: dict[tuple[torch.device, int], WeakIdRef] = {}
         self._active = False
         self._begin()
 
@@ -153,9 +154,8 @@ class GradientTracer(TorchFunctionMode):
         self.calls = 0
         self._used = 0
         self._escapes: dict[Escape, _History] = {}
-        self._outside: Outside[Escape] = Outside()
-        # Histories of tensors that no watched call made, by their memory, each with the state that it was looked at in.
-        self._unseen: MutableMapping[torch.UntypedStorage, tuple[Any, _History]] = WeakIdKeyDictionary()
+        # The last call by which a table left PyTorch, by its shape.
+        self._left: dict[torch.Size, Escape] = {}
         self._gradients_off: Location | None = None
 
     def __enter__(self) -> GradientTracer:
@@ -164,6 +164,7 @@ class GradientTracer(TorchFunctionMode):
         self._begin()
         self._eagerly = contextlib.ExitStack()
         self._eagerly.enter_context(torch.compiler.set_stance("force_eager"))
+        self._eagerly.enter_context(self._watching_makers())
         super().__enter__()  # type: ignore[no-untyped-call]
         self._active = True
         return self
@@ -242,12 +243,14 @@ class GradientTracer(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             operands = tensors_in(operands_of(name, args, kwargs))
             taken = [_Taken(t, gradient_function(t), self._history(t)) for t in operands]
-            if self._escapes:
-                numbers = self._history_of_numbers(name, [*args, *kwargs.values()])
-                taken += [_Taken(_NUMBERS, None, numbers)] if numbers.cuts or numbers.outside else []
+            is_made = name in FROM_OUTSIDE and not taken
+            if self._escapes and takes_number(name, [*args, *kwargs.values()]):
+                taken.append(_Taken(_NUMBERS, None, _NO_HISTORY._replace(outside=len(self._escapes))))
         result = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             self._note(name, taken, [*written(name, args, kwargs), *tensors_in(result)])
+            if is_made:
+                self._made_outside(result)
         return result
 
     def _note(self, name: str, taken: list[_Taken], given: list[torch.Tensor]) -> None:
@@ -299,45 +302,43 @@ class GradientTracer(TorchFunctionMode):
             value = value._replace(live=0) | _History(cuts={cut: value.live}, fresh={cut: origin})
         escape = Escape(name, location, tuple(value.cuts))
         self._escapes[escape] = self._escapes.get(escape, _History())._replace(fresh={}) | value
-        for operand in taken:
-            self._outside.leave(escape, operand.tensor)
-            self._may_be_shared(_memory(operand.tensor))
+        self._left.update((t.tensor.shape, escape) for t in taken if is_table(t.tensor))
 
-    def _history_outside(self, values: Iterable[Any]) -> _History:
-        """History of values from outside, which depend on parameters as far as they have left PyTorch before."""
-        ways = dict.fromkeys(way for value in values for way in self._outside.ways_of(value))
-        return functools.reduce(operator.or_, (self._escapes[way] for way in ways), _NO_HISTORY)
+    def _made_outside(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that was made from a Python or NumPy value. If a table of its shape left PyTorch before, the
+        tensor is taken to be this table, changed or not."""
+        escape = self._left.get(tensor.shape)
+        if escape is not None and tensor.is_floating_point() and (memory := _memory(tensor)) is not None:
+            left, line = self._escapes[escape], users_line()
+            returned = {cut: replace(cut, returned=line) for cut in left.cuts}
+            cuts = {returned[cut]: lost for cut, lost in left.cuts.items()}
+            fresh = {returned[cut]: origin for cut, origin in left.fresh.items()}
+            self._histories[memory] = left._replace(live=0, cuts=cuts, fresh=fresh, location=line)
 
-    def _history_of_numbers(self, name: str, values: list[Any]) -> _History:
-        """History of the Python and NumPy numbers that a call takes."""
-        taken = (v for v in values if not isinstance(v, torch.Tensor) and (name in FACTORIES or is_fraction(v)))
-        history = self._history_outside(taken)
-        return history._replace(outside=len(self._escapes)) if takes_number(name, values) else history
+    @contextlib.contextmanager
+    def _watching_makers(self) -> Iterator[None]:
+        """Replace the functions that make tensors but are seen by no mode."""
 
-    def _history_of_unseen(self, tensor: torch.Tensor, memory: torch.UntypedStorage) -> _History:
-        """History of a tensor that no watched call made. Modes see neither `torch.from_numpy` nor `torch.Tensor`."""
-        is_shared = not memory.resizable()  # with an array, which may have been written to since the last look
-        state = (self._outside.count if is_shared else 0, tensor.dtype)
-        if memory not in self._unseen or self._unseen[memory][0] != state:
-            original = self._original(memory) if is_shared else memory
-            history = self._histories.get(original, _NO_HISTORY)
-            if self._escapes and not history.cuts:
-                history = self._history_outside([tensor])
-            if original in self._made and not history.cuts:
-                history = self._cut_unseen(tensor, self._made[original])
-            self._unseen[memory] = state, history._replace(outside=len(self._escapes) if is_shared else 0)
-        return self._unseen[memory][1]
+        def watched(function: Any) -> Any:
+            @functools.wraps(function)
+            def make(*args: Any, **kwargs: Any) -> Any:
+                tensor = function(*args, **kwargs)
+                modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # of this thread
+                if self._active and self in modes:
+                    with torch._C.DisableTorchFunction():
+                        self._made_outside(tensor)
+                return tensor
 
-    def _may_be_shared(self, memory: torch.UntypedStorage | None) -> None:
-        """Note the address of memory that another library may use."""
-        if memory is not None and memory.device.type != "meta" and memory.data_ptr():
-            self._addresses[memory.device, memory.data_ptr()] = WeakIdRef(memory)
+            return make
 
-    def _original(self, memory: torch.UntypedStorage) -> torch.UntypedStorage:
-        """The memory of a watched value that came back from another library as memory of its own."""
-        reference = self._addresses.get((memory.device, memory.data_ptr()))
-        known = reference() if reference is not None else None
-        return memory if known is None or known.data_ptr() != memory.data_ptr() else known
+        originals = [(owner, name, getattr(owner, name)) for owner, name in FROM_OUTSIDE_UNSEEN]
+        for owner, name, function in originals:
+            setattr(owner, name, watched(function))
+        try:
+            yield
+        finally:
+            for owner, name, function in originals:
+                setattr(owner, name, function)
 
     # ---- Relevant cuts ----------------------------------------------------------------------------------------------
 
@@ -395,7 +396,6 @@ class GradientTracer(TorchFunctionMode):
                 self._made[memory] = history
         elif (history.cuts or history.outside) and (memory := _memory(tensor)) is not None:
             self._histories[memory] = history._replace(live=0)
-            self._may_be_shared(memory)
 
     def _history(self, tensor: torch.Tensor) -> _History:
         node = gradient_function(tensor)
@@ -405,7 +405,9 @@ class GradientTracer(TorchFunctionMode):
         if memory is not None:
             if memory in self._made and memory not in self._histories:
                 self._histories[memory] = self._cut_unseen(tensor, self._made[memory])
-            history = self._histories.get(memory) or self._history_of_unseen(tensor, memory)
+            # An array may share memory that PyTorch did not allocate, and may have been written to.
+            is_shared = not memory.resizable()
+            history = self._histories.get(memory) or history._replace(outside=len(self._escapes) if is_shared else 0)
         if not tensor.requires_grad:
             return history
         bit = self._bit(tensor)
