@@ -7,7 +7,6 @@ import pickle
 import re
 import threading
 import traceback
-import warnings
 from dataclasses import dataclass, field
 
 import numpy
@@ -500,7 +499,7 @@ def test_what_a_refusal_leaves():
 
 
 def test_a_number_that_changes_in_a_closure():
-    """The first replay has the number of its call. The second replay shows that the number is stale."""
+    """The capture names it, and the first audit shows that the number is stale."""
     learner = Learner()
     count = 0
 
@@ -514,26 +513,16 @@ def test_a_number_that_changes_in_a_closure():
         return learner.step(x, y)
 
     update = gs.CapturedStep(step, *learner.state())
-    with pytest.warns(UserWarning, match=r"the step changes count \(3, then 4\), which a replay does not"):
-        captured_calls(update, batches(4))
-    with pytest.raises(RuntimeError, match="a replay differs from a plain step, in ") as error:
+    captured_calls(update, batches(3))
+    with (
+        pytest.warns(UserWarning, match=r"the step changes count \(3, then 4\), which a replay does not; keep it in a"),
+        pytest.raises(
+            RuntimeError, match="replay 1 of this graph differs from a plain step, because mul_ gets"
+        ) as error,
+    ):
         update(*batches(5)[4])
     assert "stale_number" in str(error.value)
     assert "parameter.mul_(1 - 0.01 * decay)" in str(error.value)
-
-
-def test_a_number_of_a_function_that_changes_is_named():
-    learner = Learner()
-
-    def step(x, y):
-        step.count += 1
-        return learner.step(x, y)
-
-    step.count = 0
-    update = gs.CapturedStep(step, *learner.state())
-    with pytest.warns(UserWarning, match=r"the step changes step\.count \(3, then 4\)"):
-        captured_calls(update, batches(5))
-    assert step.count == 5
 
 
 def test_a_number_that_changes_is_named_once():
@@ -576,7 +565,7 @@ def test_variables_of_one_name_in_two_closures():
 
 
 def test_numbers_of_an_object_that_the_step_changes_are_named():
-    """Also a number in a list that the step replaces, and numbers of NumPy."""
+    """Also numbers of NumPy. Lists are not looked into."""
 
     class Agent:
         def __init__(self):
@@ -584,7 +573,7 @@ def test_numbers_of_an_object_that_the_step_changes_are_named():
 
         def update(self, x, y):
             self.updates += 1
-            self.counts = [self.counts[0] + 1]
+            self.counts[0] += 1
             self.total += 1
             return self.learner.step(x, y)
 
@@ -594,7 +583,6 @@ def test_numbers_of_an_object_that_the_step_changes_are_named():
         captured_calls(update, batches(8))
     names = [str(one.message).partition(", which")[0] for one in caught]
     assert sorted(names) == [
-        "CapturedStep: the step changes self.counts[0] (3, then 4)",
         f"CapturedStep: the step changes self.total ({numpy.int64(3)!r}, then {numpy.int64(4)!r})",
         "CapturedStep: the step changes self.updates (3, then 4)",
     ]
@@ -646,11 +634,11 @@ def test_results_of_the_graph_are_overwritten_if_asked_for():
 
 
 def test_results_of_the_graph_that_the_caller_keeps():
-    """In an attribute that the step can reach: a replay writes to them, the step does not."""
+    """In an attribute of the step's object: a replay writes to them, the step does not."""
     agent = Agent()
     update = gs.CapturedStep(agent.update, *agent.learner.state(), copy_outputs=False)
     for index, batch in enumerate(batches(12)):
-        agent.updates = index // 10  # verifies once more
+        agent.updates = index
         agent.last = update(*batch)
     assert agent.last is update._captured[0].result
 
@@ -791,36 +779,8 @@ def test_state_that_the_step_replaces():
         learner.optimizer.step()
         return loss
 
-    text = refusal(step, learner.state(), "a replay differs from a plain step")
+    text = refusal(step, learner.state(), "replay 2 of this graph differs from a plain step, in the result by")
     assert "unnamed_state" in text
-    text = refusal(step, learner.state(), r"the step replaces Model\.hidden by another tensor", verify=1)
-    assert "copy_()" in text
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm")
-def test_attributes_that_a_step_only_writes():
-    """`weight_norm` computes the weight, a plain attribute, in each forward pass."""
-
-    def make():
-        torch.manual_seed(0)
-        layer = torch.nn.utils.weight_norm(torch.nn.Linear(6, 3))
-        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-
-        def step(x, y):
-            loss = (layer(x) - y).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        return [layer, optimizer], step
-
-    (state, step), (reference, plain) = make(), make()
-    update = gs.CapturedStep(step, *state)
-    got, wanted = captured_calls(update, batches(12)), plain_calls(plain, batches(12))
-    assert bits(got) == bits([loss.detach() for loss in wanted])
-    assert bits(state) == bits(reference)
-    assert update.is_captured
 
 
 def test_state_that_the_captured_call_makes():
@@ -858,15 +818,15 @@ def test_state_that_is_not_named():
         average.mul_(0.9).add_(loss.detach(), alpha=0.1)
         return loss
 
-    refusal(step, learner.state(), "the step writes to average, which is not part of the state")
-    text = refusal(learner.step, [learner.optimizer], "the step writes to self.model")
+    refusal(step, learner.state(), "mul_ writes to a tensor that is not part of the state at .*average.mul_")
+    text = refusal(learner.step, [learner.optimizer], "writes to a tensor that is not part of the state")
     assert "name what holds it" in text
     update = gs.CapturedStep(step, *learner.state(), average)
     captured_calls(update, batches(8))
 
 
 def test_a_target_that_is_not_named():
-    """`.data` hides the writes from PyTorch. The verification finds them, and the target has the plain steps only."""
+    """`.data` hides the writes from PyTorch's counters. The target has the plain steps only."""
     learner, target = Learner(), Learner().model
     reference, average = copy.deepcopy((learner, target))
 
@@ -879,7 +839,7 @@ def test_a_target_that_is_not_named():
     refusal(
         lambda *batch: step(learner, target, *batch),
         learner.state(),
-        r"the step writes to target\.body\.0\.weight, which is not part of the state",
+        r"copy_ writes to a tensor that is not part of the state at .*old\.data\.copy_",
     )
     plain_calls(lambda *batch: step(reference, average, *batch), batches(3))
     assert bits([*learner.state(), target]) == bits([*reference.state(), average])
@@ -893,7 +853,7 @@ def test_arguments_that_the_step_writes_to(write):
         write(x)
         return learner.step(x, y)
 
-    refusal(step, learner.state(), r"the step writes to argument 0; write to a copy")
+    refusal(step, learner.state(), r"the step writes to argument 0 at .*clamp_.*; write to a copy")
 
 
 def test_an_argument_of_the_state_that_the_step_writes_to():
@@ -902,7 +862,7 @@ def test_an_argument_of_the_state_that_the_step_writes_to():
         lambda x, y, mean: (mean.lerp_(x.mean(0), 0.1), learner.step(x, y)), *learner.state(), average
     )
     captured = (update(*batch, average) for batch in batches(6))
-    with pytest.raises(RuntimeError, match=r"writes to argument 2, a tensor of the state; use that where it is"):
+    with pytest.raises(RuntimeError, match=r"writes to argument 2 at .*a tensor of the state is used where it is"):
         list(captured)
 
 
@@ -1091,28 +1051,6 @@ def test_an_interrupt_while_capturing():
     assert update.is_captured
 
 
-def test_an_attribute_that_decides_whether_the_step_raises():
-    """An exception in the plain step of a verification counts as an effect of the attribute."""
-    agent = Agent()
-    agent.limit = 1.0
-
-    def step(x, y):
-        if agent.limit < 0:
-            raise KeyError("mine")
-        return agent.update(x, y)
-
-    update = gs.CapturedStep(step, *agent.learner.state())
-    failed = []
-    for index, batch in enumerate(batches(24)):
-        agent.limit = -1.0 if index % 6 == 5 else 1.0
-        try:
-            update(*batch)
-        except KeyError:
-            failed.append(index)
-    assert failed == [5, 11, 17, 23]
-    assert len(update.graphs) == 0
-
-
 def test_fallback_calls_the_step():
     learner, reference = Learner(), Learner()
 
@@ -1133,27 +1071,23 @@ def test_fallback_calls_the_step():
 
 
 def test_fallback_after_a_replay_that_differs():
-    learner, reference, count = Learner(), Learner(), [0]
+    learner, reference, count = Learner(), Learner(), [1]
 
     def make(own):
-        def step(x, y):
-            count[0] += 1
-            return own.step(x * count[0], y)
-
-        return step
+        return lambda x, y: own.step(x * count[0], y)
 
     update = gs.CapturedStep(make(learner), *learner.state(), fallback="eager")
-    with warnings.catch_warnings(record=True):
-        warnings.simplefilter("always")
+
+    def calls(call):
         torch.manual_seed(7)
-        for index, batch in enumerate(batches(8)):
-            count[0] = index
-            update(*batch)
-    torch.manual_seed(7)
+        for index, batch in enumerate(batches(12)):
+            count[0] = 1 + (index > 4)
+            call(*batch)
+
+    with pytest.warns(UserWarning, match="mul gets the number 2, but the graph keeps 1"):
+        calls(update)
     with tape.TapeGraphs().side_by_side():
-        for index, batch in enumerate(batches(8)):
-            count[0] = index
-            make(reference)(*batch)
+        calls(make(reference))
     assert bits(learner.state()) == bits(reference.state())
 
 
@@ -1243,26 +1177,6 @@ def test_copies_of_an_object_that_holds_its_captured_step(make):
     assert bits([copied.model, copied.optimizer]) == bits([agent.model, agent.optimizer])
 
 
-@pytest.mark.filterwarnings("error")
-def test_captured_steps_of_one_object():
-    """What one of them counts is no change for the other, also if the object is no module."""
-
-    class Pair:
-        def __init__(self):
-            self.learner = Learner()
-            self.update = gs.CapturedStep(self.step, *self.learner.state())
-            self.evaluate = gs.CapturedStep(self.loss, self.learner.model)
-
-        step, loss = ModuleAgent.step, lambda self, x, y: (self.learner.model(x) - y).square().mean()
-
-    agent = Pair()
-    for batch in batches(12):
-        agent.update(*batch)
-        agent.evaluate(*batch)
-    assert [item.name for item in agent.update._state.walk() if "evaluate" in item.name] == []
-    assert agent.update._captured[0].guards._accepted == {}
-
-
 def test_reset_frees_graphs():
     learner, reference = Learner(), Learner()
     update = gs.CapturedStep(learner.step, *learner.state())
@@ -1287,44 +1201,6 @@ def test_plain_calls_between_replays():
     assert bits(learner.state()) == bits(reference.state())
 
 
-def test_attributes_that_change_are_verified():
-    """A number that the step reads has a graph of its own, and one that it does not read changes nothing."""
-    learner, reference = Learner(), Learner()
-    for own in (learner, reference):
-        own.model.temperature, own.model.epoch = 1.0, 0
-
-    def make(own):
-        def step(x, y):
-            return own.step(x * own.model.temperature, y)
-
-        return step
-
-    update = gs.CapturedStep(make(learner), *learner.state())
-    torch.manual_seed(7)
-    for index, batch in enumerate(batches(16)):
-        learner.model.epoch = index
-        update(*batch)
-    assert len(update.graphs) == 1
-    learner.model.temperature = 0.5
-    with pytest.raises(RuntimeError, match="a replay differs"):
-        update(*batches(1)[0])
-    captured_calls(update, batches(3))
-    assert update.is_captured
-
-
-def test_attributes_that_change_without_verification():
-    learner = Learner()
-    update = gs.CapturedStep(learner.step, *learner.state(), verify=0)
-    with pytest.warns(UserWarning, match=r"Model\.dropout\.p changes between the calls\. With verify=0, no replay is"):
-        call_with_other_dropout(learner, update)
-
-
-def call_with_other_dropout(learner, update):
-    for index, batch in enumerate(batches(8)):
-        learner.model.dropout.p = 0.01 * index
-        update(*batch)
-
-
 class Agent:
     def __init__(self):
         self.learner, self.config, self.updates = Learner(), {"entropy": 0.1}, 0
@@ -1335,55 +1211,6 @@ class Agent:
 
 
 scale_of_the_module = 1.0
-
-
-@pytest.mark.parametrize("place", ["item", "tensor", "global", "cell"])
-def test_numbers_and_tensors_that_change_outside(place, monkeypatch):
-    """What a step reads at a replay that is no longer what was captured is found at the first call after the change."""
-    agent, coefficient = Agent(), 1.0
-
-    def step(x, y):
-        return agent.update(x * coefficient, y)
-
-    update = gs.CapturedStep(step if place == "cell" else agent.update, *agent.learner.state())
-    captured_calls(update, batches(8))
-    if place == "item":
-        agent.config["entropy"] = 0.05
-    elif place == "tensor":
-        agent.mask = torch.tensor([1.0, 0.0, 1.0])
-    elif place == "global":
-        monkeypatch.setitem(globals(), "scale_of_the_module", 2.0)
-    else:
-        coefficient = 0.5
-    reference = copy.deepcopy(agent)
-    state = torch.get_rng_state()
-    with pytest.raises(RuntimeError, match="a replay differs from a plain step"):
-        update(*batches(9)[8])
-    torch.set_rng_state(state)
-    with tape.TapeGraphs().side_by_side():
-        reference.update(batches(9)[8][0] * coefficient, batches(9)[8][1])
-    assert bits(agent.learner.state()) == bits(reference.learner.state()), "the plain step is kept"
-    captured_calls(update, batches(6))
-    assert update.is_captured
-
-
-def test_a_counter_outside_costs_two_verifications():
-    agent, plain = Agent(), []
-    step = agent.learner.step
-    agent.learner.step = lambda x, y: plain.append(1) or step(x, y)
-    update = gs.CapturedStep(agent.update, *agent.learner.state())
-
-    def counted_calls():
-        for batch in batches(20):
-            agent.updates += 1
-            agent.learner.model.updates = agent.updates
-            update(*batch)
-
-    with pytest.warns(UserWarning, match=r"self\.updates changes between the calls\. Two comparisons .* no effect"):
-        counted_calls()
-    assert len(update.graphs) == 1
-    assert update._captured[0].graph.replays == 20 - 3
-    assert len(plain) == 3 + 1 + 3, "warm-up, capture, and verifications, the second and third because of the counter"
 
 
 def test_modes_have_graphs_of_their_own():

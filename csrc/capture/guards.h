@@ -1,5 +1,5 @@
-// What a captured step relies on: the contents of dicts, lists and closures, and the memory and flags of tensors. A
-// call that replays a graph compares all of it with what was captured, on the host, without waiting for a device.
+// What a captured step relies on: which objects the dicts and lists of its state hold, and the memory, flags and
+// gradients of its tensors. Each call compares them on the host, without waiting for a device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,55 +14,36 @@ namespace gradscale {
 
 class Guards {
  public:
-  // The gradient that a tensor must have before a replay: any, none, or a certain one.
-  enum class Gradient : uint8_t { any, none, same };
-
-  // Adds a dict, a list, or the cell of a closure. It must keep its values: the same objects, or equal numbers and
-  // strings. Values whose `wanted` is false may change.
-  void add_items(pybind11::object items, const std::vector<bool>& wanted, bool has_fixed_size);
-  // Adds a tensor: its memory, requires_grad and hooks, as they are now, and the gradient that it must have.
-  void add_tensor(pybind11::object tensor, Gradient kind, const std::optional<at::Tensor>& gradient);
-  // Adds the gradient that a tensor gets after each replay; none if undefined.
-  void add_result(pybind11::object tensor, const std::optional<at::Tensor>& gradient);
-
-  // True if all guards hold.
+  // Adds the first items of a dict or list, all of them or fewer. They must stay the same objects, or equal numbers,
+  // except where `wanted` is false.
+  void add_items(const pybind11::object& container, const std::vector<bool>& wanted);
+  // Adds a tensor as it is now. If `has_gradient`, its gradient must be this one, or none.
+  void add_tensor(const pybind11::object& tensor, bool has_gradient, const std::optional<at::Tensor>& gradient);
+  // Adds the gradient that a tensor gets after each replay.
+  void add_result(const pybind11::object& tensor, const std::optional<at::Tensor>& gradient);
   bool hold() const;
-  // Sets the gradients that tensors get after a replay.
   void set_results() const;
-  // The same, after a plain step: moves the values of its gradients there.
-  void keep_results() const;
 
  private:
   struct Items {
-    PyObject* container;
-    Py_ssize_t size;   // -1: it may change
-    size_t begin, end; // of its values in values_
-  };
-  struct Value {
-    Py_ssize_t position; // in the container, as PyDict_Next counts
-    PyObject* key;       // null for a list
-    PyObject* value;
+    pybind11::object container;
+    bool is_whole;
+    std::vector<std::pair<PyObject*, pybind11::object>> values; // keys and values; null: the value may change
+    bool hold() const;
   };
   struct Memory {
-    PyObject* tensor;
+    pybind11::object tensor;
     const void* data;
+    std::vector<int64_t> sizes, strides;
     bool requires_grad;
     size_t hooks;
-    Gradient kind;
+    bool has_gradient;
     at::Tensor gradient;
-    bool holds() const;
+    bool hold() const;
   };
-
-  // Keeps an object alive as long as the guards.
-  PyObject* keep(pybind11::handle object);
-  bool holds(const Items& items) const;
-
-  std::vector<pybind11::object> kept_;
   std::vector<Items> items_;
-  std::vector<std::pair<PyObject*, Py_ssize_t>> sizes_; // of dicts whose values may change, most of them empty
-  std::vector<Value> values_;                           // of all containers
   std::vector<Memory> tensors_;
-  std::vector<std::pair<PyObject*, at::Tensor>> results_; // tensors and their gradients
+  std::vector<std::pair<pybind11::object, at::Tensor>> results_;
 };
 
 void define_guards(pybind11::module_& m);

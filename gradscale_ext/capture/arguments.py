@@ -231,3 +231,12 @@ def what_changes(forms: list[Form], arguments: Arguments) -> str:
         "the state or the context keeps changing (train() and eval(), requires_grad, gradients that are set to None "
         "between some calls, autocast); make separate captured steps"
     )
+
+
+def integer(name: str, value: Any, least: int) -> int:
+    """Check an integer argument of CapturedStep itself."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"CapturedStep: {name} must be an integer, but it is of type {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"CapturedStep: {name} must be at least {least}, but it is {value}")
+    return int(value)

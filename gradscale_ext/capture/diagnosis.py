@@ -18,7 +18,7 @@ from .hooks import Inside, hook_location, hook_name, hooks_of, is_of_monitor, re
 from .remedies import TENSOR_RATE, option_remedy, scheduler_remedy, step_count_remedy
 from .report import CaptureDiagnosis, Findings
 from .snapshot import Snapshot
-from .state import ROLES_REPLACED, Item, State
+from .state import Item, State
 from .watch import Call, Watch, counts_steps
 
 
@@ -137,7 +137,7 @@ def _exists_before(item: Item, before_it: Watch | None) -> bool:
     """True for tensors that a graph may read: those that a step makes for the next one are not."""
     if item.role == "gradient" and before_it is not None:
         return not before_it.has_made(item.value)
-    return item.role not in ROLES_REPLACED
+    return item.role != "attribute"
 
 
 def _compare_results(step: Any, results: list[Any], findings: Findings) -> None:

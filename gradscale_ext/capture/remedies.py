@@ -26,6 +26,8 @@ RESEEDING_REMEDY = (
     "seed before the steps; for the same numbers at each step, draw them before and pass them as an argument; leave "
     "modules that draw, such as dropout, out of torch.utils.checkpoint"
 )
+#: What to write in place of a number that the step counts.
+RETURN_REMEDY = "keep it in a tensor of the device that is part of the state, or change it outside of the step"
 #: How users make a learning rate that schedules may change.
 TENSOR_RATE = "lr=torch.tensor(0.001, device=device)"
 

@@ -10,7 +10,7 @@ from ..diagnosis.report import Report
 
 Code = Literal[
     "stale_number", "sync", "changing_shape", "changing_operators", "host_copy", "generator", "python_hook",
-    "unnamed_state",
+    "unnamed_state", "argument",
 ]  # fmt: skip
 
 _REMEDIES: dict[Code, str] = {
@@ -27,6 +27,7 @@ _REMEDIES: dict[Code, str] = {
     "python_hook": "remove the hook before the graph is captured, or do its work after the step with what the step "
     "returns",
     "unnamed_state": "name the module, optimizer or tensor that holds it in the state of the step",
+    "argument": "write to a copy, x.clone() or dict(batch), and return what is new",
 }
 
 

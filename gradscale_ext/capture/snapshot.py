@@ -1,11 +1,9 @@
-"""A copy of what a step can reach: what has changed since, and putting it back."""
+"""A copy of the state of a step: what has changed since, and putting it back."""
 
 from __future__ import annotations
 
 import random
 import sys
-import types
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from numbers import Number
 from typing import Any, Literal, NamedTuple
@@ -13,23 +11,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .state import (
-    OF_EVERY_MODULE,
-    PARTS_OF_MODULES,
-    ROLES_REPLACED,
-    Item,
-    Role,
-    State,
-    has_contents,
-    holds_attributes,
-    is_array,
-    memory_of,
-)
+from .state import Item, Role, State, memory_of
 
-Kind = Literal["number", "rate", "flag", "hook", "identity", "attribute", "gradient", "ignored"]
+Kind = Literal["number", "rate", "flag", "hook", "identity", "gradient", "ignored"]
 """A number or tensor in `param_groups`; `training` or `requires_grad`; hooks; which objects a container holds, or the
-memory of a tensor; something that the step may or may not read; whether a parameter has a gradient; something that no
-graph depends on."""
+memory of a tensor; whether a parameter has a gradient; something that no guard looks at."""
 NUMBERS = (Number, str)
 SIZE = object()
 """In place of what is not in a container."""
@@ -46,30 +32,9 @@ class Change(NamedTuple):
     key: Any = None
 
     @property
-    def place(self) -> tuple[int, Any]:
-        """The container's id, and the key; SIZE if there is another item, or one less."""
-        is_size = self.before is SIZE or self.now is SIZE
-        return (0 if self.item is None else id(self.item.value)), SIZE if is_size else self.key
-
-    @property
     def is_of_a_number(self) -> bool:
         """True if a number or string has become another one."""
         return type(self.before) is type(self.now) and isinstance(self.now, NUMBERS)
-
-    @property
-    def is_of_a_tensor(self) -> bool:
-        """True if there is now a tensor, or a tuple with one."""
-        now = self.now if isinstance(self.now, tuple) else (self.now,)
-        return any(isinstance(value, torch.Tensor) and has_contents(value) for value in now)
-
-    @property
-    def has_equal_numbers(self) -> bool:
-        """True if another tensor, with the same numbers and dtype, has replaced a tensor."""
-        pair = self.before, self.now
-        if not all(isinstance(value, torch.Tensor) and has_contents(value) for value in pair):
-            return False
-        is_alike = self.before.device == self.now.device and self.before.dtype == self.now.dtype
-        return is_alike and is_equal(*pair)
 
 
 def kind_of(role: Role, key: Any, value: Any) -> Kind:
@@ -80,12 +45,9 @@ def kind_of(role: Role, key: Any, value: Any) -> Kind:
         return "flag"
     if role == "hooks":
         return "hook"
-    if role == "updater" and key in ("state", "param_groups"):
+    if role in ("kept", "optimizer") and not isinstance(value, NUMBERS):
         return "identity"
-    is_pytorchs = role == "module" and key in OF_EVERY_MODULE and key not in PARTS_OF_MODULES
-    if is_pytorchs or role in ("updater", "private"):
-        return "ignored"
-    return "identity" if role in ("kept", "optimizer") and not isinstance(value, NUMBERS) else "attribute"
+    return "identity" if role == "updater" and key in ("state", "param_groups") else "ignored"
 
 
 class Gradient(NamedTuple):
@@ -109,21 +71,24 @@ class SavedTensor(NamedTuple):
     version: int
     requires_grad: bool
     num_hooks: int
-    address: int
-    """Of its memory."""
+    layout: tuple[Any, ...] | None
+
+    @property
+    def is_written(self) -> bool:
+        """True if PyTorch has counted a write to it since."""
+        tensor = self.item.value
+        return not tensor.is_inference() and tensor._version != self.version
 
 
 class Snapshot:
     """A copy of a state, which can be compared, and put back in place, bit by bit."""
 
     @torch.no_grad()
-    def __init__(self, state: State, contents: Callable[[torch.Tensor], bool] = lambda tensor: True) -> None:
+    def __init__(self, state: State, contents: Callable[[Item], bool] = lambda item: True) -> None:
         """Copy everything, or of tensors only those contents that are wanted."""
         self._state = state
         self.containers: list[tuple[Item, list[tuple[Any, Any]]]] = []
         self.tensors: list[SavedTensor] = []
-        self.outside: list[SavedTensor] = []
-        """Tensors that are not part of the state. Their contents are not saved."""
         self._memory: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._whole: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
@@ -133,14 +98,10 @@ class Snapshot:
                 self._generators.append((item.value, item.value.get_state()))
             elif not isinstance(item.value, torch.Tensor):
                 self.containers.append((item, item.pairs()))
-            elif item.role != "reached":
+            else:
                 self.tensors.append(_saved(item))
-                if contents(item.value):
+                if contents(item):
                     self._save_contents(self.tensors[-1])
-            elif not item.value.is_inference():
-                self.outside.append(_saved(item))
-        known = {memory._cdata for saved in self.tensors if (memory := memory_of(saved.alias)) is not None}
-        self.outside = [one for one in self.outside if _key(one.alias) not in known]
         self.memory = {
             memory._cdata: memory for saved in self.tensors if (memory := memory_of(saved.alias)) is not None
         }
@@ -158,7 +119,7 @@ class Snapshot:
         """Names and copies of the tensors whose contents were saved, except attributes, which a step may replace."""
         for saved in self.tensors:
             memory = memory_of(saved.alias)
-            if memory is not None and memory._cdata in self._memory and saved.item.role not in ROLES_REPLACED:
+            if memory is not None and memory._cdata in self._memory and saved.item.role != "attribute":
                 own = self._memory[memory._cdata][1]
                 copied = torch.empty(0, dtype=saved.alias.dtype, device=own.device)
                 layout = saved.alias.storage_offset(), saved.alias.shape, saved.alias.stride()
@@ -182,17 +143,12 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the state back: the same objects, with the contents that they had. Outside of it, put back numbers, and
-        what tensors have replaced, but do not shorten logs, which other threads may write to."""
-        for change in list(self.changes()):
-            if change.item is not None and change.item.role == "reached" and _is_put_back(change):
-                _put(change.item.value, change.key, change.before)
+        """Put the state back: the same objects, with the contents that they had."""
         for item, pairs in self.containers:
-            if item.role != "reached":
-                _refill(item, pairs)
+            _refill(item, pairs)
         for saved in self.tensors:
             tensor = saved.item.value
-            if _layout(tensor) != _layout(saved.alias):
+            if layout_of(tensor) != saved.layout:
                 tensor.data = saved.alias
             if tensor.is_leaf and tensor.requires_grad != saved.requires_grad:
                 tensor.requires_grad_(saved.requires_grad)
@@ -240,14 +196,8 @@ def _saved(item: Item) -> SavedTensor:
     gradient = tensor.grad if tensor.is_leaf else None
     versions = 0 if gradient is None else gradient._version, 0 if tensor.is_inference() else tensor._version
     return SavedTensor(
-        item, tensor.detach(), gradient, *versions, tensor.requires_grad, num_hooks(tensor), address_of(tensor)
+        item, tensor.detach(), gradient, *versions, tensor.requires_grad, num_hooks(tensor), layout_of(tensor)
     )
-
-
-def address_of(tensor: torch.Tensor) -> int:
-    """The address of a tensor's memory; 0 without memory of its own."""
-    memory = memory_of(tensor)
-    return 0 if memory is None else memory.data_ptr()
 
 
 def _key(tensor: torch.Tensor) -> int | None:
@@ -255,7 +205,8 @@ def _key(tensor: torch.Tensor) -> int | None:
     return None if memory is None else memory._cdata
 
 
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+def layout_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """The memory of a tensor, and how its elements are in it; None without memory of its own."""
     key = _key(tensor)
     return None if key is None else (key, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
 
@@ -267,43 +218,18 @@ def is_same(before: Any, after: Any) -> bool:
     if isinstance(before, tuple):
         return len(before) == len(after) and all(map(is_same, before, after))
     is_nan = isinstance(before, float) and before != before and after != after
-    return is_nan or (isinstance(before, (*NUMBERS, bytes)) and bool(before == after))
-
-
-def _is_put_back(change: Change) -> bool:
-    has_key = (
-        change.item is not None and not isinstance(change.item.value, set | deque) and not is_array(change.item.value)
-    )
-    return change.is_of_a_number or (change.is_of_a_tensor and has_key and change.before is not SIZE)
-
-
-def _put(container: Any, key: Any, value: Any) -> None:
-    if isinstance(container, types.CellType):
-        container.cell_contents = value
-    elif isinstance(container, type):
-        setattr(container, key, value)
-    elif holds_attributes(container):
-        object.__setattr__(container, key, value)  # also of a frozen dataclass
-    else:
-        container[key] = value
+    return is_nan or (isinstance(before, NUMBERS) and bool(before == after))
 
 
 def _refill(item: Item, pairs: list[tuple[Any, Any]]) -> None:
     container, now = item.value, item.pairs()
-    if holds_attributes(container):
-        for key, value in pairs:
-            _put(container, key, value)
-        return
     if len(now) == len(pairs) and all(a is c and b is d for (a, b), (c, d) in zip(now, pairs, strict=True)):
         return
     if isinstance(container, dict):
         container.clear()
         container.update(pairs)
-    elif isinstance(container, list):
+    else:
         container[:] = [value for _, value in pairs]
-    elif not isinstance(container, types.CellType) and now != pairs and isinstance(pairs[0][1], tuple):
-        container.clear()
-        (container.update if isinstance(container, set) else container.extend)(pairs[0][1])
 
 
 # ---- Random numbers --------------------------------------------------------------------------------------------------

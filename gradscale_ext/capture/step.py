@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
 import threading
-import traceback
 import warnings
-import weakref
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
 from .. import _context, _numbers
-from ..diagnosis.lines import NOT_THE_USERS, Location, users_line
+from ..diagnosis.lines import Location, users_line
 from ..monitor._kept import Rehearsal
 from ..monitor.monitor import GradientMonitor
 from . import graphs
@@ -27,28 +26,32 @@ from .arguments import (
     Leaf,
     each_tensor,
     flatten,
+    integer,
     like,
     read,
     refuse_result,
     text_of,
     what_changes,
 )
+from .audit import AuditInfo, GraphInfo, Outcome, beyond_noise, next_audit, snapshot_of_written
 from .checks import (
-    Elsewhere,
-    Outcome,
-    beyond_noise,
+    Counters,
+    HostGenerators,
+    Problem,
     changed_argument,
-    changed_between,
     changed_option,
+    is_of_step,
+    kept_graph,
+    mark_kept_graphs,
     problems,
-    shown,
-    written_argument,
+    written_arguments,
 )
 from .diagnosis import diagnose_capture
 from .guards import Guards
 from .hooks import Inside, hook_name, hooks_of, is_inside_another, is_of_monitor, rehearsing, watching_mode
-from .snapshot import Change, Snapshot, address_of
-from .state import State, StepHolder
+from .record import Record, difference, recording
+from .snapshot import Snapshot
+from .state import State
 from .watch import location_of
 
 _FORMS_PER_GRAPH = 4
@@ -57,17 +60,6 @@ _FORMS_PER_GRAPH = 4
 
 _OFTEN = 3
 """How often something may be replaced between the calls without a warning."""
-
-
-class GraphInfo(NamedTuple):
-    """One graph of a `CapturedStep`."""
-
-    signature: str
-    """Shapes and dtypes of the arguments, and the constants."""
-    launches: int | None
-    """Number of kernels, copies and fills of a replay; None if it is not known."""
-    memory: int
-    """Bytes of the memory pool, which all graphs of the step share."""
 
 
 class _Refused(RuntimeError):
@@ -109,22 +101,33 @@ class _Captured:
     guards: Guards
     rehearsals: list[tuple[GradientMonitor, Rehearsal]]
     """Monitors, and what a replay adds to each."""
-    verified: int = 0
-    changed: list[Change] = field(default_factory=list)
-    """Attributes that have changed since the last comparison with a plain step."""
+    record: Record
+    """What the step did when it was captured. Keeps the memory that the graph reads."""
+    number: int
+    """Of this graph, over all graphs of the step."""
+    next_audit: int
+    replays: int = 0
+    last_audit: int = 0
+    """The last replay that agreed with a plain step; 0 if there was none."""
 
 
-class CapturedStep(StepHolder):
-    """A learner step that runs as one CUDA graph from its fourth call on, and never differs from calling the step.
+class CapturedStep:
+    """A learner step that runs as one CUDA graph from its fourth call on, and is audited against the step.
 
     On a GPU the steps of reinforcement learning take most of their time to launch small kernels. A graph launches all
-    of them at once. Each call trains once, on its own batch. Parameters, buffers, gradients, optimizers, random numbers
-    and results equal the ones of plain calls, bit by bit where the plain step is deterministic. Code that a graph
-    cannot repeat raises an error, which names the line and what to write instead. On a CPU the step is called as it is.
+    of them at once. A replay runs no Python: prints, appends and counters stop. On a CPU the step is called as it is.
 
-    The first `warmup` calls are plain calls, on another stream, in which optimizers make their state. The next call is
-    captured, which executes nothing, and replayed. At the first `verify` replays of each graph, a plain step runs on
-    the same batch from the same state; a replay that differs raises, and what the plain step did is kept.
+    1. *What is named is guarded at each call*: the arguments, the `state`, and the modes of PyTorch.
+    2. *Everything else that the step's Python reads is a constant of the graph.* Pass what changes as an argument, or
+       call `reset()` after a change. Tensors that the graph reads may be written to; the graph keeps their memory.
+    3. *The graph is audited*: at its first `verify` replays, then at replays 3, 5, 11, 23, 47 and so on, and about
+       every `audit`-th one, always at primes. An audit compares a plain step with a replay, from the same state on the
+       same batch: the operators with their numbers, shapes and memory, then results and state. A difference raises, and
+       the error names the line and the number. What the plain step did is kept.
+
+    Each call trains once, on its own batch. The first `warmup` calls are plain calls, in which optimizers make their
+    state. The next call is captured, which executes nothing, and replayed. Code that a graph cannot repeat raises an
+    error, which names the line and what to write instead.
 
     Args:
         step: makes one learner step: forward pass, loss, `zero_grad`, backward pass, clipping, optimizer, target
@@ -135,8 +138,8 @@ class CapturedStep(StepHolder):
             registered with the graph. Draw numbers of the CPU, NumPy and Python outside of the step.
         warmup: number of plain calls before the first capture, at least 1, and at least 11 with
             DistributedDataParallel.
-        verify: number of replays of each graph that are compared with a plain step. Numbers that have become wrong show
-            at the second one. 0: none.
+        verify: number of first replays of each graph that are audited. 0: none.
+        audit: the most replays between two audits. 0: none but the first ones.
         max_graphs: number of graphs. A call whose arguments have other shapes, dtypes, strides or constants, in another
             mode (`no_grad`, autocast), or with modules in another mode (`eval()`) has a graph of its own, after one
             plain call. All graphs share their memory.
@@ -178,6 +181,7 @@ class CapturedStep(StepHolder):
         *state: Any,
         warmup: int = 3,
         verify: int = 2,
+        audit: int = 1024,
         max_graphs: int = 4,
         copy_outputs: bool = True,
         fallback: Literal["eager"] | None = None,
@@ -192,16 +196,16 @@ class CapturedStep(StepHolder):
             raise ValueError(f"CapturedStep: hooks must be 'raise' or 'ignore', but it is {hooks!r}")
         _numbers.check_flag("CapturedStep: copy_outputs", copy_outputs)
         options = {
-            "warmup": _integer("warmup", warmup, 1),
-            "verify": _integer("verify", verify, 0),
-            "max_graphs": _integer("max_graphs", max_graphs, 1),
+            "warmup": integer("warmup", warmup, 1),
+            "verify": integer("verify", verify, 0),
+            "audit": integer("audit", audit, 0),
+            "max_graphs": integer("max_graphs", max_graphs, 1),
             "copy_outputs": copy_outputs,
             "fallback": fallback,
             "hooks": hooks,
         }
         self.__setstate__({"step": step, "given": state, "options": options})
-        is_distributed = any(type(module).__name__ == "DistributedDataParallel" for _, module in self._state.modules())
-        if is_distributed and warmup < 11:
+        if self._is_distributed and warmup < 11:
             raise ValueError(
                 "CapturedStep: warmup must be at least 11 with DistributedDataParallel, which sets up its buckets and "
                 f"statistics in the first calls, but it is {warmup}"
@@ -223,14 +227,18 @@ class CapturedStep(StepHolder):
         self._warned: set[str] = set()
         self._waits: list[str] = []
         """Lines of the last plain call that waited for the device."""
-        self._returned: list[weakref.ref[torch.Tensor]] = []
-        """Tensors of the last result, which the caller may keep where the step can reach them."""
+        self._num_captured = 0
+        self._audits: deque[AuditInfo] = deque(maxlen=100)
 
     # These are computed on demand: while an object that holds this step is copied or loaded, it has no attributes yet.
 
     @functools.cached_property
     def _state(self) -> State:
-        return State("CapturedStep", self._given, self._step)
+        return State("CapturedStep", self._given)
+
+    @functools.cached_property
+    def _is_distributed(self) -> bool:
+        return any(type(module).__name__ == "DistributedDataParallel" for _, module in self._state.modules())
 
     @functools.cached_property
     def _device(self) -> torch.device:
@@ -252,6 +260,11 @@ class CapturedStep(StepHolder):
         """For each graph `signature` (shapes and dtypes of the arguments, and the constants), `launches` (kernels,
         copies and fills of a replay; None if not known) and `memory` (bytes of the pool, which all graphs share)."""
         return [GraphInfo(text_of(one.form), one.graph.launches(), one.graph.memory()) for one in self._captured]
+
+    @property
+    def audits(self) -> list[AuditInfo]:
+        """The last 100 comparisons with a plain step: `graph`, `replay` and `largest_difference`."""
+        return list(self._audits)
 
     def reset(self) -> None:
         """Free the graphs. The next call is captured again."""
@@ -318,8 +331,8 @@ class CapturedStep(StepHolder):
             captured = self._capture(arguments)
         if any(monitor._records_one_of(rehearsal.steps) for monitor, rehearsal in captured.rehearsals):
             return self._plain(arguments)
-        if captured.verified < self._options["verify"]:
-            return self._verify(captured, arguments)
+        if captured.replays + 1 == captured.next_audit:
+            return self._audit(captured, arguments)
         result = self._replay(captured, arguments)
         for monitor, rehearsal in captured.rehearsals:
             monitor._count_replay(rehearsal)
@@ -335,15 +348,17 @@ class CapturedStep(StepHolder):
         self._known[arguments.form] = changed
 
     def _plain(self, arguments: Arguments) -> Any:
+        if not self._num_plain:
+            mark_kept_graphs(self._state)
         result = self._run(arguments)
         self._num_plain += 1
         return result
 
-    def _run(self, arguments: Arguments) -> Any:
+    def _run(self, arguments: Arguments, record: Record | None = None) -> Any:
         """Run the step next to the current stream."""
         assert self._maker is not None
         args, kwargs = arguments.build()
-        with self._maker.side_by_side() as self._waits:
+        with self._maker.side_by_side() as self._waits, recording(record) if record else contextlib.nullcontext():
             result = self._step(*args, **kwargs)
         flatten(result, refuse_result)
         result = self._owned(each_tensor(torch.Tensor.detach, result))
@@ -355,19 +370,13 @@ class CapturedStep(StepHolder):
 
     def _owned(self, result: Any) -> Any:
         """What the caller gets: copies, because later calls write to results that share memory with the state."""
-        self._returned = []
-
-        def owned(tensor: torch.Tensor) -> torch.Tensor:
-            tensor = tensor.clone() if self._options["copy_outputs"] else tensor
-            self._returned.append(weakref.ref(tensor))
-            return tensor
-
-        return each_tensor(owned, result)
+        return each_tensor(torch.Tensor.clone, result) if self._options["copy_outputs"] else result
 
     def _replay(self, captured: _Captured, arguments: Arguments) -> Any:
         if captured.inputs:
             torch._foreach_copy_(captured.inputs, [value for _, value in arguments.tensors()], non_blocking=True)
         captured.graph.replay()
+        captured.replays += 1
         captured.guards.set_gradients()
         return self._owned(captured.result)
 
@@ -383,54 +392,26 @@ class CapturedStep(StepHolder):
             for change in changes:
                 if change.kind in ("number", "rate"):
                     raise _Refused(f"CapturedStep: {changed_option(change, self._state)}")
-            if all(change.kind == "attribute" for change in changes):
-                self._accept(captured, changes)
-                return captured, None
             if replaced := next((change.name for change in changes if change.kind == "identity"), None):
                 self._drop(captured)
-                self._replaced[replaced] += 1
-                if self._replaced[replaced] == _OFTEN:
-                    self._warn_once(
-                        f"{replaced} has been replaced between the calls {_OFTEN} times. Each time another graph is "
-                        "captured, which is slower than plain calls; write to the same tensor with copy_()"
-                    )
+                self._count_replaced(replaced)
                 self._known.pop(form, None)
             else:
                 changed += [(change.name, str(change.now)) for change in changes]
         return None, changed
 
-    def _accept(self, captured: _Captured, changes: list[Change]) -> None:
-        """Attributes have changed, which the step may not read: compare a replay with a plain step, if it is wanted."""
-        verify = self._options["verify"]
-        # Where a tensor has become another one with the same numbers, a comparison shows nothing.
-        equal, others = list[Change](), list[Change]()
-        for change in changes:
-            (equal if verify and change.has_equal_numbers else others).append(change)
-        for change in captured.guards.accept(others):
-            is_tensor = change.is_of_a_tensor and isinstance(change.before, torch.Tensor)
-            if change.is_of_a_number or (is_tensor and all(result() is not change.now for result in self._returned)):
-                known = (
-                    "Two comparisons of a replay with a plain step have found no effect, and there will be no more. If "
-                    "the step uses it at some calls only"
-                    if verify
-                    else "With verify=0, no replay is compared with a plain step. If the step uses it"
-                )
-                self._warn_once(f"{change.name} changes between the calls. {known}, pass it as an argument")
-        for change in equal:
-            self._replaced[change.name] += 1
-            if self._replaced[change.name] == _OFTEN:
-                self._warn_once(
-                    f"{change.name} has been replaced between the calls {_OFTEN} times by another tensor with the same "
-                    "numbers. Each time a replay is compared with a plain step, which is slower than plain calls; "
-                    "write to the same tensor with copy_()"
-                )
-        if changes:
-            captured.changed = changes
-            captured.verified = min(captured.verified, max(verify - 1, 0))
+    def _count_replaced(self, name: str) -> None:
+        self._replaced[name] += 1
+        if self._replaced[name] == _OFTEN:
+            self._warn_once(
+                f"{name} has been replaced between the calls {_OFTEN} times. Each time another graph is captured, "
+                "which is slower than plain calls; write to the same tensor with copy_()"
+            )
 
     def _drop(self, captured: _Captured) -> None:
-        captured.graph.reset()
-        self._captured.remove(captured)
+        if any(captured is one for one in self._captured):
+            captured.graph.reset()
+            self._captured = [one for one in self._captured if one is not captured]
 
     def _warn_once(self, message: str, key: str = "") -> None:
         if (key or message) not in self._warned:
@@ -444,55 +425,63 @@ class CapturedStep(StepHolder):
         self._refuse_beforehand(arguments)
         places = arguments.tensors()
         inputs = [like(value) for _, value in places]
-        versions = [tensor._version for tensor in inputs]
         args, kwargs = arguments.build(inputs)
-        before = Snapshot(self._state, lambda tensor: tensor.device.type == "cpu")
+        before = Snapshot(self._state, lambda item: item.value.device.type == "cpu")
+        record = Record(inputs, (saved.item.value for saved in before.tensors))
+        given = [*arguments.given[0], *arguments.given[1].values()]
+        counters, generators = Counters(self._step, given), HostGenerators()
+
+        def step() -> Any:
+            with recording(record):
+                return self._step(*args, **kwargs)
+
         try:
             with (
                 graphs.without_autocast_cache(),
                 graphs.capturable(self._state.optimizers().values()),
                 rehearsing(self._state) as rehearsals,
             ):
-                graph, result = self._maker.capture(lambda: self._step(*args, **kwargs), self._state.generators())
+                graph, result = self._maker.capture(step, self._state.generators())
+            record.finish()
             self._refuse_results(flatten(result, refuse_result)[1])
-            for (place, value), tensor, version in zip(places, inputs, versions, strict=True):
-                if tensor._version != version:
-                    problem = written_argument(place, is_state=address_of(value) in {s.address for s in before.tensors})
-                    raise _Refused(f"CapturedStep: {problem}")
-            if name := arguments.changed_in((args, kwargs), inputs):
-                raise _Refused(f"CapturedStep: {changed_argument(name)}")
-            for problem in problems(before, self._state, verifies=self._options["verify"] > 1):
+            for problem in self._problems(arguments, (args, kwargs), inputs, before, record):
                 raise _Refused(f"CapturedStep: {problem}")
-            gradients, changes = before.gradients(), list(before.changes())
+            for problem in generators.changes():
+                if threading.active_count() == 1:
+                    raise _Refused(f"CapturedStep: {problem}")
+                self._warn_once(f"{problem} (unless another thread draws from it)")
+            gradients = before.gradients()
+            record.add_written(saved.alias for saved in before.tensors if saved.is_written)
         except BaseException as error:
             before.restore()
             self.reset()  # a capture that fails leaves other states in PyTorch's generators
             line = location_of(error)
-            if isinstance(error, _Refused | TypeError) or not isinstance(error, Exception) or _is_of_step(error):
+            if isinstance(error, _Refused | TypeError) or not isinstance(error, Exception) or is_of_step(error):
                 raise
             at = f" at {line}: {line.source}" if line else ""
             message = str(error).partition("\n")[0]
             text = f"CapturedStep: the step cannot be captured{at}: {message}{self._diagnosed(arguments)}"
             raise _Refused(text) from error
         before.restore()
-        for change in changes:
-            if change.is_of_a_number:
-                self._warn_once(
-                    f"the step changes {shown(change)}, which a replay does not. If the step computes or decides with "
-                    "it, keep it in a tensor of the device that is part of the state, or change it outside of the step",
-                    key=change.name,
-                )
-            elif change.is_of_a_tensor:
-                self._warn_once(
-                    f"the step puts another tensor in {change.name}, which a replay does not. If anything reads it, "
-                    "return it from the step, or keep one tensor that is part of the state and write to it with copy_()"
-                )
-        guards = Guards(before, gradients, with_outside=self._options["verify"] > 0)
+        for problem in counters.changes():
+            self._warn_once(str(problem), key=problem.cause.partition(" (")[0])
         # The step may have called requires_grad_() on an argument, which a copy to it would not accept.
         inputs = [tensor.detach() for tensor in inputs]
         result = each_tensor(torch.Tensor.detach, result)
-        self._captured.append(_Captured(arguments.form, inputs, graph, result, guards, rehearsals))
-        return self._captured[-1]
+        first = next_audit(0, self._options["verify"], self._options["audit"])
+        guards, number = Guards(before, gradients), self._num_captured
+        captured = _Captured(arguments.form, inputs, graph, result, guards, rehearsals, record, number, first)
+        self._num_captured += 1
+        self._captured.append(captured)
+        return captured
+
+    def _problems(
+        self, arguments: Arguments, given: Any, inputs: list[torch.Tensor], before: Snapshot, record: Record
+    ) -> Iterator[Problem]:
+        yield from written_arguments(arguments.tensors(), inputs, record)
+        if name := arguments.changed_in(given, inputs):
+            yield changed_argument(name)
+        yield from problems(before, self._state, record)
 
     def _refuse_beforehand(self, arguments: Arguments) -> None:
         if len(self._captured) == self._options["max_graphs"]:
@@ -507,6 +496,12 @@ class CapturedStep(StepHolder):
                     f"CapturedStep: {name} has the hook {hook_name(hook)}, which a replay would not run; remove it, or "
                     "pass hooks='ignore' if it consists of calls of PyTorch, which the graph repeats"
                 )
+        if not self._is_distributed and (name := kept_graph(self._state)):
+            raise _Refused(
+                f"CapturedStep: a loss from before the first call, or another result with its graph, is still kept, "
+                f"and its graph reaches {name}: a backward pass would leave the stream that is captured; keep "
+                "loss.detach() in place of loss"
+            )
         if self._waits:  # known beforehand, because a capture that fails leaves traces in PyTorch
             raise _Refused(
                 f"CapturedStep: the step waits for the device at {', '.join(dict.fromkeys(self._waits))}, which cannot "
@@ -523,7 +518,7 @@ class CapturedStep(StepHolder):
 
     def _diagnosed(self, arguments: Arguments) -> str:
         """What `diagnose_capture` finds, for an error message."""
-        before = Snapshot(self._state, lambda tensor: False)
+        before = Snapshot(self._state, lambda item: False)
         try:
             batches = [arguments.build()] * 2
             diagnosis = diagnose_capture(lambda args, kwargs: self._step(*args, **kwargs), batches, *self._given)
@@ -533,64 +528,71 @@ class CapturedStep(StepHolder):
             before.restore()
         return "" if diagnosis.ok else f"\n{diagnosis}"
 
-    def _verify(self, captured: _Captured, arguments: Arguments) -> Any:
+    def _audit(self, captured: _Captured, arguments: Arguments) -> Any:
         """Replay, and run a plain step on the same batch from the same state. Keeps what the plain step did."""
+        written = set(captured.record.written)
 
         def outcome(result: Any) -> Outcome:
-            return Outcome(flatten(result, refuse_result)[1], self._state)
+            return Outcome(flatten(result, refuse_result)[1], self._state, written)
 
-        begin = Snapshot(self._state)
-        elsewhere = Elsewhere(begin)
+        begin = snapshot_of_written(self._state, written)
         replayed = outcome(self._replay(captured, arguments))
         begin.restore()
-        for problem in elsewhere.writes(arguments.tensors(), captured.inputs):
-            self._drop(captured)
-            raise _Refused(f"CapturedStep: {problem}")
+        record = Record((value for _, value in arguments.tensors()), (item.value for item in self._state.tensors()))
         try:
-            result = self._run(arguments)
+            with graphs.without_autocast_cache():
+                result = self._run(arguments, record)
+            record.finish()
         except BaseException:  # the replay did not raise
             self._drop(captured)
             raise
         wanted = outcome(result)
         captured.guards.keep_gradients()
-        captured.guards.accept_effects()
-        captured.verified += 1
-        changed, captured.changed = captured.changed, []
-        if differences := replayed.differences(wanted):
+        differences = replayed.differences(wanted)
+        largest = max(differences.values(), default=0.0)
+        self._audits.append(AuditInfo(captured.number, captured.replays, largest))
+        wrong, replaced = self._difference(captured, record)
+        if differences and not wrong:
             begin.restore()
-            with rehearsing(self._state):
-                noise = outcome(self._run(arguments)).differences(wanted)
-            # A step that draws from an iterator, for example, is another one each time. That is no noise.
-            found = self._diagnosed(arguments)
-            wrong = beyond_noise(differences, noise) or (next(iter(differences.items())) if found else None)
+            noise = outcome(self._replay(captured, arguments)).differences(replayed)
+            captured.replays -= 1
             wanted.state.restore()
-            if wrong is not None:
-                self._drop(captured)
-                much = "" if wrong[1] == math.inf else f" by {wrong[1]:.3g}"
-                error = _Refused(
-                    f"CapturedStep: a replay differs from a plain step, in {wrong[0]}{much}; the plain step was kept"
-                    f"{changed_between(changed)}{found}"
-                )
-                error.result = (result,)
-                raise error
+            if beyond := beyond_noise(differences, noise):
+                much = "" if beyond[1] == math.inf else f" by {beyond[1]:.3g}"
+                wrong = f"in {beyond[0]}{much}"
+        if wrong:
+            self._drop(captured)
+            found = self._diagnosed(arguments)
+            wanted.state.restore()
+            last = f"replay {captured.last_audit} agreed" if captured.last_audit else "no replay of it agreed before"
+            error = _Refused(
+                f"CapturedStep: replay {captured.replays} of this graph differs from a plain step, {wrong}; {last}; "
+                "the plain step was kept. What a step reads apart from its arguments and its state is a constant of the "
+                f"graph: pass what changes as an argument, or call reset() after a change{found}"
+            )
+            error.result = (result,)
+            raise error
+        if replaced:
+            self._drop(captured)
+            self._known.pop(captured.form, None)
+            self._count_replaced(replaced)
+        captured.last_audit = captured.replays
+        captured.next_audit = next_audit(captured.replays, self._options["verify"], self._options["audit"])
         return result
+
+    def _difference(self, captured: _Captured, record: Record) -> tuple[str, str]:
+        """How the operators of a plain step differ from the captured ones, and which tensor has been replaced since the
+        last audit, after which the graph is right only if the results are; each empty if there is nothing."""
+        if own := record.reads_of(captured.record.survivors()):
+            return f"which reads a tensor of {own[0].nbytes()} bytes that the captured step made and left somewhere", ""
+        if (found := difference(captured.record, record, self._device)) is None:
+            return "", ""
+        what, line, is_replaced = found
+        at = f" at {line}: {line.source}" if line else ""
+        return ("", f"what the step reads{at}") if is_replaced and captured.last_audit else (f"because {what}{at}", "")
 
 
 def _warn(message: str) -> None:
     """Warn at the line of the user's call."""
     line = users_line() or Location("gradscale_ext", 0)
     warnings.warn_explicit(message, UserWarning, line.file, line.line)
-
-
-def _is_of_step(error: BaseException) -> bool:
-    """True for errors that have nothing to do with the capture: the code of the user raises them, not PyTorch."""
-    innermost = traceback.extract_tb(error.__traceback__)[-1]
-    return not (isinstance(error, RuntimeError) or innermost.filename.startswith(NOT_THE_USERS))
-
-
-def _integer(argument: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"CapturedStep: {argument} must be an integer, but it is of type {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"CapturedStep: {argument} must be at least {least}, but it is {value}")
-    return int(value)

@@ -1,0 +1,111 @@
+"""When a graph is compared with a plain step, and what of the two is compared."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from .arguments import Leaf
+from .snapshot import Snapshot, is_equal
+from .state import Item, State, memory_of
+
+_SMALL = 2**20
+"""Bytes of a tensor that is copied also if no operator says that it writes to it."""
+
+
+class GraphInfo(NamedTuple):
+    """One graph of a `CapturedStep`."""
+
+    signature: str
+    """Shapes and dtypes of the arguments, and the constants."""
+    launches: int | None
+    """Number of kernels, copies and fills of a replay; None if it is not known."""
+    memory: int
+    """Bytes of the memory pool, which all graphs of the step share."""
+
+
+class AuditInfo(NamedTuple):
+    """One comparison of a graph with a plain step."""
+
+    graph: int
+    """Number of the graph, counted from 0 over all graphs of the step."""
+    replay: int
+    """Number of the replay, counted from 1."""
+    largest_difference: float
+    """Of the results and the state; 0.0 if they were equal bit by bit."""
+
+
+def next_audit(replay: int, verify: int, audit: int) -> int:
+    """The number of the next replay that is audited: the first `verify` ones, then 3, 5, 11, 23, 47, and so on.
+
+    Primes do not fall into step with a program that repeats something every 2, 4, 8 or 16 calls.
+    """
+    if replay < verify:
+        return replay + 1
+    if not audit:
+        return 0
+    return _prime_from(max(3, replay + 1, min(2 * replay - 1, replay + audit)))
+
+
+def _prime_from(number: int) -> int:
+    while any(number % divisor == 0 for divisor in range(2, math.isqrt(number) + 1)):
+        number += 1
+    return number
+
+
+class Outcome:
+    """What a step left: its result, the state, and the random generators."""
+
+    def __init__(self, results: list[Leaf], state: State, written: set[int]) -> None:
+        """Copy what steps write to. `written`: memory that the captured step wrote to."""
+        self.state = snapshot_of_written(state, written)
+        named = {f"the result{place}": value for place, value in results}
+        self._tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+        self._constants = {name: value for name, value in named.items() if name not in self._tensors}
+        self._constants |= self.state.random.of_torch()
+        self._tensors |= dict(self.state.contents())
+
+    def differences(self, other: Outcome) -> dict[str, float]:
+        """Names of what differs, and by how much: the largest difference of two elements."""
+        found = {}
+        for name, value in self._constants.items():
+            now = other._constants.get(name)
+            if value != now and not (value != value and now != now):
+                found[name if isinstance(value, bytes) else f"{name} ({value!r} and {now!r})"] = math.inf
+        for name in [*self._tensors, *(other._tensors.keys() - self._tensors.keys())]:
+            one, two = self._tensors.get(name), other._tensors.get(name)
+            if one is None or two is None or one.shape != two.shape:
+                found[name] = math.inf
+            elif not is_equal(one, two):
+                found[name] = _distance(one, two)
+        return found
+
+
+def snapshot_of_written(state: State, written: set[int]) -> Snapshot:
+    """A snapshot without copies of tensors that are only read, such as a replay buffer."""
+
+    def is_written(item: Item) -> bool:
+        if item.role in ("optimizer", "gradient", "updater", "attribute") or item.value.requires_grad:
+            return True
+        memory = memory_of(item.value)
+        return memory is None or memory.nbytes() <= _SMALL or memory._cdata in written
+
+    return Snapshot(state, is_written)
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    distance = (one.to(wide) - other.to(wide)).abs()
+    distance = torch.where((one == other) | ((one != one) & (other != other)), 0, distance)
+    largest = distance.amax().item()
+    return math.inf if math.isnan(largest) else largest
+
+
+def beyond_noise(differences: dict[str, float], noise: dict[str, float]) -> tuple[str, float] | None:
+    """The first difference that is more than what two replays differ by on a device that adds in no fixed order."""
+    for name, distance in differences.items():
+        if distance == math.inf or not distance <= 4 * noise.get(name, 0.0):
+            return name, distance
+    return None
