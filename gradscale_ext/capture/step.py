@@ -567,7 +567,7 @@ class CapturedStep:
             last = f"replay {captured.last_audit} agreed" if captured.last_audit else "no replay of it agreed before"
             error = _Refused(
                 f"CapturedStep: replay {captured.replays} of this graph differs from a plain step, {wrong}; {last}; "
-                "the plain step was kept. What a step reads apart from its arguments and its state is a constant of the "
+                "the plain step was kept. What a step reads apart from its arguments and state is a constant of the "
                 f"graph: pass what changes as an argument, or call reset() after a change{found}"
             )
             error.result = (result,)
