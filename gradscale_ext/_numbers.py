@@ -31,6 +31,8 @@ def check_scalar(argument: str, value: torch.Tensor) -> None:
     """Refuse a tensor that is not real, or that has dimensions."""
     if value.is_complex() or value.dtype == torch.bool:
         raise TypeError(f"{argument} must be real, but it is a tensor of dtype {value.dtype}")
+    if value.is_nested:
+        raise TypeError(f"{argument} must be a real number or a tensor without dimensions, but it is a nested tensor")
     if value.dim() > 0:
         raise ValueError(
             f"{argument} must be a real number or a tensor without dimensions, but it has shape {list(value.shape)}"

@@ -110,6 +110,11 @@ def remedy_for_shape(name: str, shape: Sequence[int], patterns: Iterable[Sequenc
     return ""
 
 
+def remedy_for_bins(num_bins: int, given: int) -> str:
+    """Remedy for logits of another number of bins than a support has."""
+    return f"; give the last layer {num_bins} outputs, or the support num_bins={given}" if given > 1 else ""
+
+
 def fits(shape: Sequence[int], pattern: Sequence[int | str]) -> bool:
     """Return True if a shape matches a pattern. A letter in the pattern matches any size of at least 1."""
     return len(shape) == len(pattern) and all(
@@ -134,12 +139,16 @@ def remedy_for_step_shape(name: str, shape: Sequence[int], batch: int, steps: in
         return f"; T includes the root, whose entries are ignored by heads with first_step = 1: write {root}"
     if shape == (steps - 1,):
         return "; T includes the root"
-    if name == "mask" and shape == (steps,):
-        return f"; write mask.expand({batch}, {steps})" if batch_first else f"; write mask[:, None].expand(-1, {batch})"
-    if shape == (batch,):
-        if name != "mask":
-            return "; a weight for each sample goes to importance_weights"
-        return f"; write mask[:, None].expand(-1, {steps})" if batch_first else f"; write mask.expand({steps}, {batch})"
+    if shape == (batch,) and name != "mask":
+        return "; a weight for each sample goes to importance_weights"
+    if len(shape) == 2 and all(own in (1, size) for own, size in zip(shape, wanted, strict=True)):
+        return f"; write {name}.expand({wanted[0]}, {wanted[1]})"
+    as_row, as_column = (f"mask{index}.expand({wanted[0]}, {wanted[1]})" for index in ("", "[:, None]"))
+    for_sample, for_step = (as_column, as_row) if batch_first else (as_row, as_column)
+    if shape == (batch,) == (steps,):
+        return f"; write {for_sample} for an entry per sample, or {for_step} for an entry per step"
+    if name == "mask" and shape in ((batch,), (steps,)):
+        return f"; write {for_sample if shape == (batch,) else for_step}"
     return ""
 
 

@@ -159,9 +159,13 @@ class Checker:
     def floats(self, name: str, value: Any, more: int | None = 0) -> None:
         self.tensor(name, value, more)
         if value.dtype not in FLOATS:
+            remedy = f"write {name}{'.real' if value.is_complex() else '.float()'}"
+            if name in ("values", "next_values") and not value.is_complex():  # the third argument may be the flags
+                flags = name if value.dtype == torch.bool else f"{name}.bool()"
+                remedy = f"{remedy}, or, if these are flags of ends, terminated={flags}"
             raise TypeError(
                 f"{self.function}: {name} must be float64, float32, bfloat16 or float16, but its dtype is "
-                f"{value.dtype}; write {name}{'.real' if value.is_complex() else '.float()'}"
+                f"{value.dtype}; {remedy}"
             )
 
     def on_device(self, name: str, value: torch.Tensor) -> None:
@@ -187,8 +191,16 @@ class Checker:
             one_row, one_step = (f"{name}[None]", (1, *shape)), (f"{name}[:, None]", (*shape, 1))
             expressions = dict([one_row, one_step] if self.batch_first else [one_step, one_row])
         for expression, result in expressions.items():
-            if name == "rewards" or result == self._sizes(more):
+            if name != "rewards" and result == self._sizes(more):
                 return f"; write {expression}"
+        if name == "rewards" and len(shape) == 1:
+            trajectory, steps = ("[None]", "[:, None]") if self.batch_first else ("[:, None]", "[None]")
+            return (
+                f"; write rewards{trajectory} if they are one trajectory, or rewards{steps} if they are single steps "
+                f"of {shape[0]} trajectories"
+            )
+        if name == "rewards" and expressions:
+            return f"; write {next(iter(expressions))}"
         if name == "rewards":
             return self._remedy_for_rewards(len(shape))
         if remedy := self._remedy_for_last_values(name, value):
@@ -237,14 +249,17 @@ class Checker:
             remedy = ""
             swapped = (self.batch + more, self.steps) if self.batch_first else (self.steps, self.batch + more)
             if more and tuple(value.shape) == swapped:
-                order = written((self.step_letter, "B") if self.batch_first else ("B", self.step_letter))
-                remedy = f"; if rewards are {order}, pass batch_first={not self.batch_first}"
+                remedy = self._remedy_for_order()
             else:
                 remedy = self._remedy_for_last_values(name, value)
             raise ValueError(
                 f"{self.function}: {name} must have shape {self.shape(more)}"
                 f"{reason or ', the shape of rewards'}, but its shape is {written(value.shape)}{remedy}"
             )
+
+    def _remedy_for_order(self) -> str:
+        order = written((self.step_letter, "B") if self.batch_first else ("B", self.step_letter))
+        return f"; if rewards are {order}, pass batch_first={not self.batch_first}"
 
     def flags(self, name: str, value: Any, shape: tuple[int, ...] | None = None) -> None:
         if value is None:
@@ -263,6 +278,8 @@ class Checker:
         self.on_device(name, value)
         if tuple(value.shape) != (self.batch,):
             remedy = f"; write {name}.squeeze(-1)" if tuple(value.shape) == (self.batch, 1) else ""
+            if tuple(value.shape) == (self.steps,):
+                remedy = self._remedy_for_order()
             raise ValueError(
                 f"{self.function}: {name} must have shape [{self.batch}], "
                 f"but its shape is {written(value.shape)}{remedy}"

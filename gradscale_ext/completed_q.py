@@ -38,7 +38,8 @@ def completed_q_policy(
         prior_logits: `[..., A]`, float64, float32, bfloat16 or float16. An action with -inf is illegal: its probability
             is exactly 0, and its Q and visits reach nothing, also if they are NaN.
         q_values: `[..., A]`, floats, from the perspective of the player to move. Q of actions without a visit is not
-            read.
+            read. If Q of a visited action is NaN or infinite, the row's result is NaN (with ``rescale=False``, -inf
+            gives the action a probability of 0).
         visit_counts: `[..., A]`, integers or floats, of the children of the root.
         value: `[...]`, floats: the value that the network predicts for the root.
         visit_offset: `maxvisit_init` of mctx.
@@ -103,15 +104,16 @@ def _mixed_value(
     total = prior.sum(-1, keepdim=True)
     mean = (prior / torch.where(total > 0, total, 1) * q).sum(-1)
     visits = counts.sum(-1)
-    return (value + visits * mean) / (visits + 1)
+    return value / (visits + 1) + mean * (visits / (visits + 1))  # visits * mean may overflow
 
 
 def _rescaled(completed: torch.Tensor, legal: torch.Tensor, eps: float | torch.Tensor) -> torch.Tensor:
     """The values as shares of the range of the legal ones. In a range of 0, they are 0."""
     smallest = torch.where(legal, completed, math.inf).amin(-1, keepdim=True)
     largest = torch.where(legal, completed, -math.inf).amax(-1, keepdim=True)
-    span = (largest - smallest).clamp(min=eps)
-    return (completed - smallest) / torch.where(span == 0, 1, span)
+    # Halves, which are exact, because the difference of two finite values may overflow.
+    half = (largest / 2 - smallest / 2).clamp(min=eps / 2)
+    return (completed / 2 - smallest / 2) / torch.where(half == 0, 1, half)
 
 
 def _operand(number: float, like: torch.Tensor) -> float | torch.Tensor:

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import torch
 
-from . import _context
+from . import _context, _numbers
+from ._keywords import with_known_names
 from ._native import _C, Refusal
 from ._returns_operator import FORMULAS, run, run_muzero
 from ._trajectories import (
@@ -23,6 +24,7 @@ from ._trajectories import (
     VTrace,
     check_trajectories,
 )
+from ._trajectory_values import check_values
 from ._windows import check_window
 
 Tensor = torch.Tensor
@@ -40,6 +42,7 @@ def _results(
     mask: Any,
     batch_first: Any,
     *,
+    check: Any,
     ratios: Any = None,
     clips: tuple[Any, Any, Any] = (None, None, None),
     n: Any = None,
@@ -47,7 +50,7 @@ def _results(
     """Compute the results. Eager calls go straight to C++; other calls, and unusual arguments, are checked in Python
     first."""
     flags = (terminated, truncated, mask)
-    if _context.is_eager():
+    if check is False and _context.is_eager():
         results = _C.returns(
             FORMULAS[function], rewards, values, next_values, ratios, discount, lambda_, *flags, clips, n, batch_first
         )
@@ -56,9 +59,13 @@ def _results(
     call = check_trajectories(
         function, rewards, values, next_values, discount, lambda_, *flags, batch_first, ratios=ratios, clips=clips, n=n
     )
+    _numbers.check_flag(f"{function}: check", check)
+    if check:
+        check_values(function, call)
     return run(function, call)
 
 
+@with_known_names
 def lambda_returns(
     rewards: Tensor,
     values: Tensor | None = None,
@@ -70,6 +77,7 @@ def lambda_returns(
     truncated: Tensor | None = None,
     mask: Tensor | None = None,
     batch_first: bool = True,
+    check: bool = False,
 ) -> Tensor:
     """λ-returns: the mixture of all n-step returns (Sutton & Barto, 12.2; Dreamer, Hafner et al. 2020, equation 4).
 
@@ -93,6 +101,8 @@ def lambda_returns(
             `values` `[B, T + 1]`: after a reset, ``values[:, t + 1]`` belongs to another episode.
         mask: `[B, T]` bool, False in padding. Results are 0 there, and the transition before is treated as truncated.
         batch_first: if False, all tensors of two dimensions, and results, are `[T, B]`.
+        check: read values, which waits for the device: refuse a tensor `discount` or `lambda_` that is out of range,
+            and warn where the value of a masked successor is bootstrapped from and no end is flagged (padding).
 
     Returns:
         G, `[B, T]` float32, or float64 if a tensor is float64. Differentiable with respect to rewards and values, to
@@ -101,6 +111,7 @@ def lambda_returns(
     Raises:
         TypeError: a type or dtype is wrong.
         ValueError: a shape, device or number is wrong, or a constant requires grad.
+        NotImplementedError: ``check=True`` where there are no values, as while torch.compile traces.
 
     Cuts and coefficients of exactly 0 exclude a term instead of multiplying it: NaN and inf stay in their episode.
 
@@ -119,11 +130,22 @@ def lambda_returns(
     tensor([[1.5000, 1.0000, 5.0000]])
     """
     results = _results(
-        "lambda_returns", rewards, values, next_values, discount, lambda_, terminated, truncated, mask, batch_first
+        "lambda_returns",
+        rewards,
+        values,
+        next_values,
+        discount,
+        lambda_,
+        terminated,
+        truncated,
+        mask,
+        batch_first,
+        check=check,
     )
     return results[0]
 
 
+@with_known_names
 def n_step_returns(
     rewards: Tensor,
     values: Tensor | None = None,
@@ -135,6 +157,7 @@ def n_step_returns(
     truncated: Tensor | None = None,
     mask: Tensor | None = None,
     batch_first: bool = True,
+    check: bool = False,
 ) -> Tensor:
     """n-step returns: up to n discounted rewards, and the value of the state after them.
 
@@ -146,7 +169,7 @@ def n_step_returns(
 
     Args:
         n: the largest number of rewards in a return, at least 1.
-        rewards, values, next_values, discount, terminated, truncated, mask, batch_first: as in `lambda_returns`.
+        rewards, values, next_values, discount, terminated, truncated, mask, batch_first, check: as in `lambda_returns`.
 
     Returns, raises: as `lambda_returns`.
 
@@ -157,11 +180,23 @@ def n_step_returns(
     tensor([[2.5000, 3.5000, 5.0000]])
     """
     results = _results(
-        "n_step_returns", rewards, values, next_values, discount, 1.0, terminated, truncated, mask, batch_first, n=n
+        "n_step_returns",
+        rewards,
+        values,
+        next_values,
+        discount,
+        1.0,
+        terminated,
+        truncated,
+        mask,
+        batch_first,
+        check=check,
+        n=n,
     )
     return results[0]
 
 
+@with_known_names
 def n_step_transitions(
     rewards: Tensor,
     *,
@@ -171,6 +206,7 @@ def n_step_transitions(
     truncated: Tensor | None = None,
     mask: Tensor | None = None,
     batch_first: bool = True,
+    check: bool = False,
 ) -> NStepTransitions:
     """n-step transitions: the parts of an n-step target for critics that are not scalar (C51, QR-DQN, SAC).
 
@@ -185,7 +221,7 @@ def n_step_transitions(
     `Support.project`.
 
     Args:
-        rewards, discount, n, terminated, truncated, mask, batch_first: as in `n_step_returns`.
+        rewards, discount, n, terminated, truncated, mask, batch_first, check: as in `n_step_returns`.
 
     Returns:
         `rewards` and `discounts`, float32, or float64 if a tensor is float64, and `steps`, int64; `[B, T]` each, and 0
@@ -206,11 +242,23 @@ def n_step_transitions(
     (tensor([[1.5000, 1.5000, 1.0000]]), tensor([[0.2500, 0.2500, 0.5000]]), tensor([[2, 2, 1]]))
     """
     results = _results(
-        "n_step_transitions", rewards, None, None, discount, 1.0, terminated, truncated, mask, batch_first, n=n
+        "n_step_transitions",
+        rewards,
+        None,
+        None,
+        discount,
+        1.0,
+        terminated,
+        truncated,
+        mask,
+        batch_first,
+        check=check,
+        n=n,
     )
     return NStepTransitions(*results)
 
 
+@with_known_names
 def generalized_advantages(
     rewards: Tensor,
     values: Tensor,
@@ -222,6 +270,7 @@ def generalized_advantages(
     truncated: Tensor | None = None,
     mask: Tensor | None = None,
     batch_first: bool = True,
+    check: bool = False,
 ) -> GeneralizedAdvantages:
     """Generalized advantage estimation, GAE (Schulman et al. 2016, equation 16), as PPO uses it.
 
@@ -231,7 +280,8 @@ def generalized_advantages(
 
     Args:
         values: V(s_t), `[B, T]`, if `next_values` is given; otherwise V of all T + 1 observations, `[B, T + 1]`.
-        rewards, next_values, discount, lambda_, terminated, truncated, mask, batch_first: as in `lambda_returns`.
+        rewards, next_values, discount, lambda_, terminated, truncated, mask, batch_first, check: as in
+            `lambda_returns`.
 
     Returns:
         `advantages`, and `returns` = advantages + values, which are the λ-returns. `[B, T]` each, as in
@@ -260,10 +310,12 @@ def generalized_advantages(
         truncated,
         mask,
         batch_first,
+        check=check,
     )
     return GeneralizedAdvantages(*results)
 
 
+@with_known_names
 def vtrace(
     rewards: Tensor,
     values: Tensor,
@@ -279,6 +331,7 @@ def vtrace(
     truncated: Tensor | None = None,
     mask: Tensor | None = None,
     batch_first: bool = True,
+    check: bool = False,
 ) -> VTrace:
     """V-trace: targets and advantages from another policy's trajectories (IMPALA, Espeholt et al. 2018, equation 1).
 
@@ -293,7 +346,7 @@ def vtrace(
         ratios: π(a_t|s_t) / μ(a_t|s_t), the probability under π divided by the probability under the acting policy μ,
             `[B, T]`. A constant, like `discount`.
         clip_rho, clip_c, clip_pg_rho: limits of the ratios; None or inf clips nothing.
-        rewards, values, next_values, discount, lambda_, terminated, truncated, mask, batch_first: as in
+        rewards, values, next_values, discount, lambda_, terminated, truncated, mask, batch_first, check: as in
             `generalized_advantages`.
 
     Returns:
@@ -322,12 +375,14 @@ def vtrace(
         truncated,
         mask,
         batch_first,
+        check=check,
         ratios=ratios,
         clips=(clip_rho, clip_c, clip_pg_rho),
     )
     return VTrace(*results)
 
 
+@with_known_names
 def retrace(
     rewards: Tensor,
     q_values: Tensor,
@@ -341,6 +396,7 @@ def retrace(
     truncated: Tensor | None = None,
     mask: Tensor | None = None,
     batch_first: bool = True,
+    check: bool = False,
 ) -> Tensor:
     """Retrace(λ): targets of Q from another policy's trajectories (Munos et al. 2016, equation 4).
 
@@ -356,7 +412,7 @@ def retrace(
         clip_c: limit of the ratios; None is importance sampling.
         lambda_: λ, in the forms of `lambda_returns`. λ_t and the ratio of t belong to the step that leads to s_t: they
             are read at every t but the first of an episode.
-        rewards, discount, terminated, truncated, mask, batch_first: as in `lambda_returns`.
+        rewards, discount, terminated, truncated, mask, batch_first, check: as in `lambda_returns`.
 
     Returns:
         Targets of Q(s_t, a_t), `[B, T]`, as in `lambda_returns`.
@@ -383,12 +439,14 @@ def retrace(
         truncated,
         mask,
         batch_first,
+        check=check,
         ratios=ratios,
         clips=(clip_c, None, None),
     )
     return results[0]
 
 
+@with_known_names
 def muzero_targets(
     rewards: Tensor,
     root_values: Tensor,

@@ -209,6 +209,7 @@ class Support:
         if logits.dim() < 1 or logits.shape[-1] != self.num_bins:
             raise ValueError(
                 f"Support.decode: logits must have shape [..., {self.num_bins}], but they have {tuple(logits.shape)}"
+                + _remedies.remedy_for_bins(self.num_bins, logits.shape[-1] if logits.dim() else 0)
             )
         if _distributed.is_distributed(logits):
             decode = functools.partial(self.decode, check=check)
@@ -273,12 +274,14 @@ class Support:
             raise ValueError(
                 f"Support.project: probabilities must have shape [..., {self.num_bins}], "
                 f"but they have {tuple(probabilities.shape)}"
+                + _remedies.remedy_for_bins(self.num_bins, probabilities.shape[-1] if probabilities.dim() else 0)
             )
         for argument in ("rewards", "discounts"):
             if given[argument].shape != probabilities.shape[:-1]:
                 raise ValueError(
                     f"Support.project: {argument} must have the leading dimensions of probabilities, "
                     f"{tuple(probabilities.shape[:-1])}, but they have {tuple(given[argument].shape)}"
+                    + _remedies.remedy_for_shape(argument, given[argument].shape, [probabilities.shape[:-1]])
                 )
         if any(_distributed.is_distributed(tensor) for tensor in given.values()):
             project = functools.partial(self.project, check=check)

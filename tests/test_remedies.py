@@ -106,11 +106,11 @@ MISTAKES = {
         lambda p, t, o: o.update(mask=torch.ones(B, T) > 0, batch_first=False),
         "must have shape [T, B] = [6, 3], but it has [3, 6]; write mask.T, or batch_first=True where everything",
     ),
-    "[B] mask": (lambda p, t, o: o.update(mask=torch.ones(B) > 0), "write mask[:, None].expand(-1, 6)"),
+    "[B] mask": (lambda p, t, o: o.update(mask=torch.ones(B) > 0), "write mask[:, None].expand(3, 6)"),
     "[T] mask": (lambda p, t, o: o.update(mask=torch.ones(T) > 0), "write mask.expand(3, 6)"),
     "[T] mask, time first": (
         lambda p, t, o: o.update(mask=torch.ones(T) > 0, batch_first=False),
-        "write mask[:, None].expand(-1, 3)",
+        "write mask[:, None].expand(6, 3)",
     ),
     "[B, T, 1] mask": (lambda p, t, o: o.update(mask=torch.ones(B, T, 1) > 0), "write mask.squeeze(-1)"),
     "step weight": (lambda p, t, o: o.update(step_weights=0.5), "of type float; write [0.5] * 6"),
@@ -268,7 +268,7 @@ MISTAKES = {
         lambda p, t, o: t.update(value=list(torch.ones(B, T))),
         "samples and steps look exchanged: see batch_first, and write torch.stack(...) for a list by sample",
     ),
-    "time first": (lambda p, t, o: t.update(value=torch.ones(T, B)), "samples and steps look exchanged"),
+    "time first": (lambda p, t, o: t.update(value=torch.ones(T, B)), "; write batch_first=False"),
     "a single step": (
         lambda p, t, o: p.update(value=p["value"][0]),
         "must have shape [B, T, 11] for TwoHot, but it has [3, 11]; a single step is a list: [prediction]",

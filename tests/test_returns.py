@@ -164,7 +164,7 @@ def test_any_n(n):
 
 # ---- Arguments ------------------------------------------------------------------------------------------------------
 
-LAST_ARGUMENTS = "terminated=None, truncated=None, mask=None, batch_first=True)"
+LAST_ARGUMENTS = "terminated=None, truncated=None, mask=None, batch_first=True, check=False)"
 SIGNATURES = {
     "lambda_returns": "(rewards, values=None, next_values=None, *, discount, lambda_, " + LAST_ARGUMENTS,
     "n_step_returns": "(rewards, values=None, next_values=None, *, discount, n, " + LAST_ARGUMENTS,
@@ -188,6 +188,9 @@ FIELDS = {
 def test_signatures_and_names_of_results(function, module):
     signature = inspect.signature(getattr(module, function))
     plain = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+    if module is gs.reference and function != "muzero_targets":
+        assert "check" not in signature.parameters
+        plain.append(inspect.Parameter("check", inspect.Parameter.KEYWORD_ONLY, default=False))
     assert str(inspect.Signature(plain)) == SIGNATURES[function]
     kind, fields = FIELDS.get(function, (torch.Tensor, None))
     assert signature.return_annotation == kind.__name__

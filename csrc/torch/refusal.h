@@ -19,6 +19,9 @@ struct Refusal {
 
 // What came, for a tensor. Not inlined, like the functions in gate.h, so that the code of the checks stays short.
 C10_NOINLINE inline std::string described(const at::Tensor& tensor) {
+  if (tensor.is_nested()) { // it has no sizes
+    return "is a nested tensor";
+  }
   return c10::str("is ", tensor.scalar_type(), " of shape ", tensor.sizes(), " on ", tensor.device());
 }
 

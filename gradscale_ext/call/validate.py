@@ -62,6 +62,26 @@ def validate(
     predictions, targets = as_dict("predictions", predictions), as_dict("targets", targets)
     _check_names("predictions", predictions, heads, heads)
     _check_names("targets", targets, heads, [name for name, head in heads.items() if head.has_target])
+    if _context.is_eager():
+        predicted, wanted, steps = _by_step_or_other_order(heads, predictions, targets, batch_first)
+    else:
+        predicted, wanted, steps = _by_step(heads, predictions, targets, batch_first)
+    first = next(iter(predicted.values()))[0]
+    batch = first.shape[0]
+    is_double = any(tensor.dtype == torch.float64 for tensors in predicted.values() for tensor in tensors)
+    dtype = torch.float64 if is_double else torch.float32
+    weights = Rules(heads, batch, steps, batch_first, first.device, dtype).check(options)
+    predicted, wanted, weights = all_saveable((predicted, wanted, weights))
+    return Call(heads, predicted, wanted, weights, options, batch, steps, dtype)
+
+
+_ByStep = tuple[dict[str, list[torch.Tensor]], dict[str, list[torch.Tensor | None]], int]
+
+
+def _by_step(
+    heads: Mapping[str, Head], predictions: Mapping[str, Entries], targets: Mapping[str, Entries], batch_first: bool
+) -> _ByStep:
+    """Predictions and targets by head, one tensor `[B, ...]` per step, and T."""
     predicted = {
         name: _entries("prediction", name, head, predictions[name], batch_first) for name, head in heads.items()
     }
@@ -71,15 +91,28 @@ def validate(
     first = next(iter(predicted.values()))[0]
     if first.dim() == 0:
         raise ValueError(f"multi_step_loss: {_at(next(iter(heads)), 0, 'prediction')} has no batch dimension")
-    batch = first.shape[0]
-    steps = _count_steps(heads, predicted, wanted, batch)
+    steps = _count_steps(heads, predicted, wanted, first.shape[0])
     for name, head in heads.items():
-        _check_head(name, head, predicted[name], wanted[name], batch, first.device)
-    is_double = any(tensor.dtype == torch.float64 for tensors in predicted.values() for tensor in tensors)
-    dtype = torch.float64 if is_double else torch.float32
-    weights = Rules(heads, batch, steps, batch_first, first.device, dtype).check(options)
-    predicted, wanted, weights = all_saveable((predicted, wanted, weights))
-    return Call(heads, predicted, wanted, weights, options, batch, steps, dtype)
+        _check_head(name, head, predicted[name], wanted[name], first.shape[0], first.device)
+    return predicted, wanted, steps
+
+
+def _by_step_or_other_order(
+    heads: Mapping[str, Head], predictions: Mapping[str, Entries], targets: Mapping[str, Entries], batch_first: bool
+) -> _ByStep:
+    """The same. If all tensors fit the other order of dimensions, the error says so."""
+    try:
+        return _by_step(heads, predictions, targets, batch_first)
+    except ValueError as error:
+        try:
+            _by_step(heads, predictions, targets, not batch_first)
+        except (TypeError, ValueError):
+            raise error from None
+        given, other = ("[B, T]", "[T, B]") if batch_first else ("[T, B]", "[B, T]")
+        raise ValueError(
+            f"multi_step_loss: predictions and targets must have the order {given}, because batch_first={batch_first}, "
+            f"but all of them fit {other}; write batch_first={not batch_first}"
+        ) from error
 
 
 def all_saveable(tensors: Any) -> Any:
@@ -134,8 +167,13 @@ def check_heads(heads: Mapping[str, Head]) -> None:
         if not isinstance(head, Head) or not head.kind:
             raise TypeError(
                 f"multi_step_loss: head '{name}' must be one of the head dataclasses (TwoHot, ...), "
-                f"but it is of type {type(head).__name__}"
+                f"but it is of type {type(head).__name__}{_remedy_for_class(head)}"
             )
+
+
+def _remedy_for_class(head: object) -> str:
+    """Remedy for a class of heads in place of a head."""
+    return f"; write {head.__name__}(...)" if isinstance(head, type) and issubclass(head, Head) else ""
 
 
 def _steps(head: Head, count: int) -> range:
@@ -255,11 +293,21 @@ def _check_head(
             raise ValueError(
                 f"multi_step_loss: {where} must have shape {' or '.join(map(written, patterns))}{same} for "
                 f"{type(head).__name__}, but it has {written(prediction.shape)}"
-                + _remedies.remedy_for_shape("prediction", prediction.shape, patterns)
+                + (
+                    _remedies.remedy_for_shape("prediction", prediction.shape, patterns)
+                    or _remedy_for_bins(head, prediction, batch)
+                )
             )
         if target is not None:
             possible = [form for form in head.forms if len(form.prediction) == prediction.dim() - 1]
             _check_target(_at(name, step, "target"), head, possible, prediction, target, device)
+
+
+def _remedy_for_bins(head: Head, prediction: torch.Tensor, batch: int) -> str:
+    """Remedy for logits of another number of bins than the support has."""
+    if not head.decodes or prediction.dim() != 2 or prediction.shape[0] != batch:
+        return ""
+    return _remedies.remedy_for_bins(head.support.num_bins, prediction.shape[1])  # type: ignore[attr-defined]
 
 
 def _is_like(tensor: torch.Tensor | None, checked: torch.Tensor | None) -> bool:

@@ -73,8 +73,9 @@ def priorities(
     if nu.dim() != 2 or nu.shape != z.shape or nu.shape[1 if batch_first else 0] == 0:
         raise ValueError(
             f"priorities: expected and targets must both have shape {'[B, T]' if batch_first else '[T, B]'}, T at "
-            f"least 1, but they have {tuple(nu.shape)} and {tuple(z.shape)}"
+            f"least 1, but they have {tuple(nu.shape)} and {tuple(z.shape)}{_remedy_for_order(nu, z, batch_first)}"
         )
+    _tensors.check_device("priorities", "targets", z, "expected", nu)
     alpha, eps = _numbers.real("priorities: alpha", alpha), _numbers.real("priorities: eps", eps)
     if not (0 <= alpha < math.inf and 0 <= eps < math.inf):
         raise ValueError(f"priorities: alpha and eps must be finite and at least 0, but they are {alpha} and {eps}")
@@ -94,6 +95,13 @@ def priorities(
     if not _context.is_eager():
         return torch.pow(error + eps, _context.as_tensor(alpha, error.device, error.dtype))
     return error + eps if alpha == 1 else (error + eps) ** alpha
+
+
+def _remedy_for_order(nu: torch.Tensor, z: torch.Tensor, batch_first: bool) -> str:
+    """Remedy for a list of steps next to a stacked tensor in the other order."""
+    is_turned = nu.dim() == 2 and nu.shape == z.shape[::-1]
+    order = "[T, B]" if batch_first else "[B, T]"
+    return f"; if stacked tensors are {order}, write batch_first={not batch_first}" if is_turned else ""
 
 
 def _reduced(steps: str, error: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

@@ -487,6 +487,8 @@ def _check(function: str, argument: str, tensor: Any) -> None:
     if not isinstance(tensor, torch.Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
         kind = tensor.dtype if isinstance(tensor, torch.Tensor) else f"of type {type(tensor).__name__}"
         raise TypeError(f"{function}: {argument} must be a floating or complex tensor, but it is {kind}")
+    if tensor.is_nested:
+        raise TypeError(f"{function}: {argument} is a nested tensor; write {argument}.values(), its elements")
 
 
 def _distinct(names: list[str], given: list[Any]) -> list[tuple[str, torch.Tensor]]:

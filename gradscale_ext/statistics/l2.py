@@ -50,6 +50,8 @@ def l2_loss(parameters: Iterable[torch.Tensor] | torch.nn.Module, weight: float 
                 f"l2_loss: parameters[{index}] must be a floating tensor, but it is {kind}"
                 + ("; write [parameter for _, parameter in parameters]" if is_named else "")
             )
+        if tensor.is_nested:
+            raise TypeError(f"l2_loss: parameters[{index}] is a nested tensor; write parameters[{index}].values()")
     if isinstance(weight, torch.Tensor):
         _numbers.check_scalar("l2_loss: weight", weight)
     else:
