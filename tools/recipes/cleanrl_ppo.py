@@ -31,13 +31,6 @@ def advantages_of(rewards, values, next_value, dones, next_done, args):
     )
 
 
-def standardized(advantages):
-    """`(advantages - mean) / (std + 1e-8)`, with the standard deviation that divides by n - 1."""
-    n = advantages.numel()
-    ratio = math.sqrt((n - 1) / n)  # standard deviation that divides by n / standard deviation that divides by n - 1
-    return ratio * gs.standardize(advantages, eps=ratio * 1e-8)
-
-
 EDITS = [
     Edit(
         SCRIPT,
@@ -51,7 +44,7 @@ EDITS = [
         "__main__",
         "mb_advantages = (mb_advantages - ",
         "# Policy loss",
-        "mb_advantages = standardized(mb_advantages)",
+        "mb_advantages = gs.standardize(mb_advantages, correction=1)",
     ),
     Edit(
         SCRIPT,
@@ -75,7 +68,7 @@ def _side(checkout: Checkout, edits: list[Edit]) -> Side:
     envs = SimpleNamespace(single_observation_space=observations, single_action_space=actions)
     agent, args = ppo.Agent(envs), ppo.Args(batch_size=STEPS * ENVIRONMENTS, minibatch_size=MINIBATCH)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
-    ours = {"gs": gs, "advantages_of": advantages_of, "standardized": standardized}
+    ours = {"gs": gs, "advantages_of": advantages_of}
     update = checkout.part(UPDATE, edits, {**vars(ppo), **ours, "envs": envs, "device": torch.device("cpu")})
 
     def step(data: Any) -> dict[str, Any]:
