@@ -295,7 +295,7 @@ class BuildExtension(build_ext):
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory):
-    """Wheels in place of an index: the build requirements in the versions installed here, and stubs of PyTorch."""
+    """Wheels in place of an index: the build requirements as installed here, and stubs of PyTorch and NumPy."""
     folder = tmp_path_factory.mktemp("index")
     for name in ("setuptools", "wheel", "packaging", "ninja"):  # wheel depends on packaging
         found = importlib.metadata.distribution(name)
@@ -303,13 +303,14 @@ def index(tmp_path_factory):
             for file in found.files:
                 if not {"..", "__pycache__"} & set(file.parts):
                     wheel.write(file.locate(), file)
-    for version in ("2.10.0", "2.11.0", "2.13.0"):
-        with zipfile.ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as wheel:
-            information = f"torch-{version}.dist-info"
-            wheel.writestr("torch/__init__.py", f"__version__ = '{version}'")
-            wheel.writestr("torch/utils/__init__.py", "")
-            wheel.writestr("torch/utils/cpp_extension.py", CPP_EXTENSION)
-            wheel.writestr(f"{information}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    for name, version in (("torch", "2.10.0"), ("torch", "2.11.0"), ("torch", "2.13.0"), ("numpy", "2.0.0")):
+        with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+            information = f"{name}-{version}.dist-info"
+            wheel.writestr(f"{name}/__init__.py", f"__version__ = '{version}'")
+            if name == "torch":
+                wheel.writestr("torch/utils/__init__.py", "")
+                wheel.writestr("torch/utils/cpp_extension.py", CPP_EXTENSION)
+            wheel.writestr(f"{information}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
             wheel.writestr(f"{information}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
             wheel.writestr(f"{information}/RECORD", "")
     return folder

@@ -1908,7 +1908,7 @@ def test_a_module_of_many_parameters_is_split(monkeypatch):
 
 def test_merged_layers_have_the_norm_of_all_their_parameters(monkeypatch):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(plot, "layers_of", functools.partial(plot.layers_of, most=2))
+    monkeypatch.setattr(plot, "MOST_LAYERS", 2)
     with watch(weights(4), lr=0.0, every=1) as (model, optimizer, watching):
         for factor in (1.0, 2.0):
             set_gradients(model, *(torch.full((1, 1), factor * g) for g in (3.0, 4.0, 5.0, 12.0)))

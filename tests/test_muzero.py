@@ -337,7 +337,7 @@ def test_the_output_of_the_demo(tmp_path, monkeypatch, capsys):
     assert train.main() == 0
     printed = capsys.readouterr()
     bar = re.split(r"[\r\n]+", printed.err.strip())[-1]
-    assert re.match(r"100%\|█+\| mean return \d+ of 475, step 60 of 100000, 0\.1 of 0\.1 minutes", bar)
+    assert re.match(r"100%\|█+\| mean return \d+ of 475, step 60 of 100000 of the games, 0\.1 of 0\.1 minutes", bar)
     phases = ("time is up", "evaluating: 20 episodes", "timing the learner step: 20 times", "evaluation: 20 episodes")
     places = [printed.out.index(phase) for phase in phases]
     assert places == sorted(places)

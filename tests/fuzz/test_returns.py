@@ -113,7 +113,7 @@ def by_loops(case: Case, data: dict[str, Any], options: dict[str, Any]) -> tuple
     defaults: dict[str, Any] = {"terminated": False, "truncated": False, "mask": True, "values": 0, "ratios": 1}
     wide = {}
     for name in ("rewards", "values", "next_values", *COEFFICIENTS, *FLAGS):
-        value = defaults[name] if data.get(name) is None else data[name]
+        value = defaults.get(name) if data.get(name) is None else data[name]
         if name == "next_values" and value is None:
             value = data["values"].narrow(1 if case.batch_first else 0, 1, case.steps)
         elif name == "values" and case.observations:
