@@ -151,25 +151,27 @@ def _cases_of(dtype: torch.dtype) -> list[Case]:
         return loss("TwoHot", gs.TwoHot(gs.Support(-20, 20, width)), width, *budgets, **numbers)
 
     policy = gs.SoftCrossEntropy()
+    # Budgets of rows contain what it costs that the order of a row's operations does not depend on its alignment: one
+    # addition per element for an exact moment, about 25 instructions for a row of 601.
     return [
-        loss("TwoHot", gs.TwoHot(support), 601, 286, 293, usual=630),
+        loss("TwoHot", gs.TwoHot(support), 601, 288, 324, usual=630),
         of(
             "TwoHot 601 with gradient, stacked",
             partial(_loss, stacked=True),
             gs.TwoHot(support),
             601,
-            budget=286 if fp32 else 293,
+            budget=288 if fp32 else 324,
             batch=512,
         ),
-        loss("HLGauss", gs.HLGauss(support), 601, 325, 322, usual=760),
-        two_hot(255, 133, 141),
+        loss("HLGauss", gs.HLGauss(support), 601, 328, 364, usual=815),
+        two_hot(255, 147, 154),
         loss("TwoHot, raw,", gs.TwoHot(raw), 255, 187, 193, issue=0.7 if fp32 else 0.9),
         # A row of 101 16-bit logits has few bytes for its number of shuffles.
-        two_hot(101, 90, 107, issue=0.7 if fp32 else 1.15, in_flight=30_000 if fp32 else 28_000),
+        two_hot(101, 90, 107, issue=0.7 if fp32 else 1.15, in_flight=30_000 if fp32 else 27_000),
         *([two_hot(21, 28, 28, batch=2048)] if fp32 else []),
         loss("policy", policy, 18, 22.5, 22.7, batch=2048),
-        loss("policy", policy, 82, 92, 93, batch=1024),
-        loss("policy", policy, 362, 320, 324),
+        loss("policy", policy, 82, 93, 96, batch=1024),
+        loss("policy", policy, 362, 323, 334),
         # 1024 elements with two exponentials, two divisions and a logarithm each.
         of(
             "CategoricalKL 32 x 32 with gradient",
@@ -200,14 +202,14 @@ def _cases_of(dtype: torch.dtype) -> list[Case]:
                 ("classes", lambda x: x.argmax(2), 3100),
             )
         ),
-        of("decode 601", _decode, support, budget=182 if fp32 else 184, batch=512, issue=0.7 if fp32 else 0.85),
-        of("gradient of decode 601", _decode_gradient, support, budget=310 if fp32 else 331, batch=512),
+        of("decode 601", _decode, support, budget=183 if fp32 else 208, batch=512, issue=0.7 if fp32 else 0.85),
+        of("gradient of decode 601", _decode_gradient, support, budget=312 if fp32 else 356, batch=512),
         of(
             "decode 255, raw",
             _decode,
             raw,
             width=255,
-            budget=118 if fp32 else 125,
+            budget=120 if fp32 else 125,
             batch=512,
             issue=0.7 if fp32 else 1.2,
         ),
