@@ -107,8 +107,14 @@ def octaves_of(tensor: torch.Tensor | None, device: torch.device) -> torch.Tenso
         integers, fraction_bits, bias = torch.int64, 52, 1023
     else:
         elements, integers, fraction_bits, bias = elements.float(), torch.int32, 23, 127
-    bins = elements.flatten().view(integers) >> fraction_bits
-    bins = bins.bitwise_and_(2 * bias + 1).sub_(bias + HISTOGRAM_FIRST_EDGE - 1).clamp(0, HISTOGRAM_BINS - 1)
+    elements = elements.flatten()
+    if _context.is_eager() and _context.is_transformed():  # vmap of PyTorch 2.11 cannot view bits
+        exponents = torch.where(elements.isfinite(), torch.frexp(elements).exponent - 1, bias + 1)
+        bins = torch.where(elements == 0, -bias, exponents) - (HISTOGRAM_FIRST_EDGE - 1)
+    else:
+        exponents = (elements.view(integers) >> fraction_bits).bitwise_and_(2 * bias + 1)
+        bins = exponents.sub_(bias + HISTOGRAM_FIRST_EDGE - 1)
+    bins = bins.clamp(0, HISTOGRAM_BINS - 1)
     return octaves.index_add(0, bins, torch.ones_like(octaves[:1]).expand(bins.shape))
 
 
