@@ -80,7 +80,7 @@ def moved(tensor: torch.Tensor, offset: int) -> torch.Tensor:
 
 
 def sliced(tensor: torch.Tensor, offset: int) -> torch.Tensor:
-    """A copy in a wider tensor, whose rows have other alignments than those of the tensor."""
+    """A copy in a wider tensor, so that its rows have other alignments."""
     if tensor.dim() == 1:
         return tensor.new_zeros(len(tensor), offset + 1)[:, offset].copy_(tensor)
     memory = tensor.new_zeros(*tensor.shape[:-1], tensor.shape[-1] + offset)

@@ -394,7 +394,7 @@ def _half_of(dtype):
 
 
 def test_other_images_are_tried_if_one_does_not_load(stand_in, tmp_path, monkeypatch):
-    """The simulated driver loads neither the machine code of the package nor that of the compiler, only PTX."""
+    """The simulated driver loads PTX only, and refuses the machine code of the package and of the compiler."""
     asked = []
 
     def images(*arguments):
