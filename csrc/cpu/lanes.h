@@ -87,7 +87,7 @@ struct Lanes {
 
 struct AllLanes {};
 
-// Lanes `first` to 15. The addresses of all 16 lanes must be valid.
+// Lanes `first` to 15. The addresses of the other lanes must be valid, unless loads and stores have masks.
 struct LanesFrom {
   int first;
 };
@@ -109,9 +109,29 @@ inline __mmask16 mask_of(FirstLanes which) {
   return static_cast<__mmask16>((1u << which.count) - 1);
 }
 
+inline __mmask16 mask_of(LanesFrom which) {
+  return static_cast<__mmask16>(0xffffu << which.first);
+}
+
+// Lane (i + distance) % 16 of the result is lane i of x.
+inline Lanes<float> rotated(Lanes<float> x, int64_t distance) {
+  const __m512i numbers = _mm512_cvtps_epi32(Lanes<float>::numbers().parts[0]);
+  x.parts[0] =
+      _mm512_permutexvar_ps(_mm512_sub_epi32(numbers, _mm512_set1_epi32(static_cast<int>(distance))), x.parts[0]);
+  return x;
+}
+
+inline Lanes<double> rotated(Lanes<double> x, int64_t distance) {
+  const Lanes<double> numbers = Lanes<double>::numbers();
+  return Lanes<double>::each([&](size_t p) {
+    const __m512i from = _mm512_sub_epi64(_mm512_cvtpd_epi64(numbers.parts[p]), _mm512_set1_epi64(distance));
+    return (Lanes<double>::V)_mm512_permutex2var_pd(x.parts[0], from, x.parts[1]);
+  });
+}
+
 // The selected lanes of x, and the other lanes of `otherwise`.
-template <class A>
-GRADSCALE_HOST_DEVICE Lanes<A> kept(FirstLanes which, Lanes<A> x, Lanes<A> otherwise) {
+template <class A, class Which>
+GRADSCALE_HOST_DEVICE Lanes<A> kept(Which which, Lanes<A> x, Lanes<A> otherwise) {
   const __mmask16 mask = mask_of(which);
   return Lanes<A>::each([&](size_t p) {
     if constexpr (std::is_same_v<A, float>) {
@@ -208,8 +228,8 @@ GRADSCALE_HOST_DEVICE void store_lanes(T* to, LanesOf<T> x) {
 }
 
 #if GRADSCALE_VECTOR_BYTES == 64
-template <class T>
-GRADSCALE_HOST_DEVICE LanesOf<T> load_masked(const T* from, FirstLanes which) {
+template <class T, class Which>
+GRADSCALE_HOST_DEVICE LanesOf<T> load_masked(const T* from, Which which) {
   const __mmask16 mask = mask_of(which);
   if constexpr (std::is_same_v<T, float>) {
     return Lanes<float>::each([&](size_t) { return _mm512_maskz_loadu_ps(mask, from); });
@@ -223,8 +243,8 @@ GRADSCALE_HOST_DEVICE LanesOf<T> load_masked(const T* from, FirstLanes which) {
   }
 }
 
-template <class T>
-GRADSCALE_HOST_DEVICE void store_masked(T* to, LanesOf<T> x, FirstLanes which) {
+template <class T, class Which>
+GRADSCALE_HOST_DEVICE void store_masked(T* to, LanesOf<T> x, Which which) {
   const __mmask16 mask = mask_of(which);
   if constexpr (std::is_same_v<T, float>) {
     _mm512_mask_storeu_ps(to, mask, x.parts[0]);
@@ -261,11 +281,15 @@ GRADSCALE_HOST_DEVICE void store_masked(T* to, LanesOf<T> x, FirstLanes which) {
 }
 #endif
 
+// True if loads and stores of these lanes do not access the memory of other lanes.
+template <class Which>
+constexpr bool kIsMasked = std::is_same_v<Which, FirstLanes> || (kHasMasks && std::is_same_v<Which, LanesFrom>);
+
 // Loads and stores the selected lanes. If the addresses of the other lanes need not be valid, they are not accessed;
 // otherwise they are accessed too. After a load, the other lanes are unspecified.
 template <class T, class Which>
 GRADSCALE_HOST_DEVICE LanesOf<T> load_lanes(const T* from, Which which) {
-  if constexpr (std::is_same_v<Which, FirstLanes>) {
+  if constexpr (kIsMasked<Which>) {
     return load_masked(from, which);
   } else {
     return load_lanes(from);
@@ -274,7 +298,7 @@ GRADSCALE_HOST_DEVICE LanesOf<T> load_lanes(const T* from, Which which) {
 
 template <class T, class Which>
 GRADSCALE_HOST_DEVICE void store_lanes(T* to, LanesOf<T> x, Which which) {
-  if constexpr (std::is_same_v<Which, FirstLanes>) {
+  if constexpr (kIsMasked<Which>) {
     store_masked(to, x, which);
   } else {
     store_lanes(to, x);

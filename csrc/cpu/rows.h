@@ -1,7 +1,9 @@
 // Reads and writes rows of logits, and computes the softmax of a row. Included once for each instruction set.
 //
-// Rows are processed in vectors of 16 elements from the first element on. The order of additions in a row therefore
-// depends on its width and the instruction set alone, not on its address, so that equal rows give the same bits.
+// The order of additions in a row depends on its width and the instruction set alone, not on its address, so that equal
+// rows give the same bits: there are 16 partial sums, and element j is added to sum j % 16. Vectors of 64 bytes are
+// aligned in memory, because each load and store would cross a cache line otherwise. Lane i of them adds to sum
+// (i + before) % 16, `before` being the number of elements before the first aligned vector.
 #include "../formulas/element.h"
 #include "../formulas/support.h"
 #include "lanes.h"
@@ -17,9 +19,10 @@ namespace {
 
 template <class A>
 struct Softmax {
-  A sum;     // sum of exp(logit - maximum)
-  A moment;  // sum of exp(logit - maximum) (2j - width + 1)
-  A* values; // exp(logit - maximum)
+  A sum;          // sum of exp(logit - maximum)
+  A moment;       // sum of exp(logit - maximum) (2j - width + 1)
+  A* values;      // exp(logit - maximum)
+  int64_t before; // elements before the first aligned vector
 };
 
 // Memory that is used next. It is prefetched while exponentials are computed.
@@ -31,7 +34,7 @@ struct Ahead {
 // Memory for a second row in `scratch`, after the row of exponentials.
 template <class A>
 A* second_row(A* scratch, int64_t width) {
-  return scratch + padded_width(width);
+  return scratch + padded_width(width) + kLanes;
 }
 
 template <class T, class A>
@@ -86,17 +89,41 @@ GRADSCALE_HOST_DEVICE void each_tile(int64_t width, Body body) {
   }
 }
 
+// The number of elements of a row before the first aligned vector; 0 for vectors that are not aligned. The tiles of a
+// longer row begin at other lanes of aligned vectors, so that it has none.
+template <class T>
+int64_t elements_before_vectors(const T* row, int64_t width) {
+  constexpr int64_t alignment = 64 / sizeof(T) < kLanes ? 64 / sizeof(T) : kLanes; // in elements
+  const auto begin = static_cast<int64_t>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % alignment);
+  return kHasMasks && kLanes <= width && width <= kSumTile && begin != 0 ? alignment - begin : 0;
+}
+
+// Moves partial sum i, which is in lane (i - before) % 16, to lane i.
+template <class A>
+GRADSCALE_HOST_DEVICE Lanes<A> in_order(Lanes<A> sums, int64_t before) {
+  if constexpr (kHasMasks) {
+    return before == 0 ? sums : rotated(sums, before);
+  } else {
+    return sums;
+  }
+}
+
 // Calls body(first, lanes, chain) for each vector of elements begin to end - 1 of a row; `first` is the index of the
-// vector's first element. `lanes` selects each element of the row in one vector only; without masks, the last vector
-// overlaps the one before it. `chain` is 0, or alternates between 0 and 1 if there are two chains, whose sums the
-// processor can compute in parallel.
+// vector's first element. The first vector has `before` elements, if there are any, in its last lanes. `lanes` selects
+// each element of the row in one vector only; without masks, the last vector overlaps the one before it. `chain` is 0,
+// or alternates between 0 and 1 if there are two chains, whose sums the processor can compute in parallel.
 template <int chains, class Body>
-GRADSCALE_HOST_DEVICE void each_vector(int64_t begin, int64_t end, Body body) {
+GRADSCALE_HOST_DEVICE void each_vector(int64_t begin, int64_t end, int64_t before, Body body) {
   if (end - begin < kLanes) {
     body(begin, FirstLanes{static_cast<int>(end - begin)}, Chain<0>());
     return;
   }
-  int64_t j = begin;
+  int64_t j = begin + before;
+  if constexpr (kHasMasks) {
+    if (before != 0) {
+      body(j - kLanes, LanesFrom{static_cast<int>(kLanes - before)}, Chain<0>());
+    }
+  }
   for (; j + chains * kLanes <= end; j += chains * kLanes) {
     body(j, AllLanes(), Chain<0>());
     if constexpr (chains == 2) {
@@ -128,7 +155,7 @@ template <class A, bool wants_smallest = true, class T>
 Extremes<A> extremes_of(const T* logits, int64_t width) {
   const Lanes<A> zero = A(0), none = -static_cast<A>(INFINITY);
   Lanes<A> least[2] = {zero, zero}, most[2] = {none, none};
-  each_vector<2>(0, width, [&](int64_t j, auto lanes, auto chain) {
+  each_vector<2>(0, width, elements_before_vectors(logits, width), [&](int64_t j, auto lanes, auto chain) {
     const Lanes<A> x = load_lanes(logits + j, lanes);
     if constexpr (wants_smallest) {
       least[chain] = larger_bits(kept(lanes, x, zero), least[chain]);
@@ -144,24 +171,31 @@ Extremes<A> extremes_of(const T* logits, int64_t width) {
 template <class A, class T>
 A largest_finite(const T* logits, int64_t width) {
   Lanes<A> most = A(0);
-  each_vector<1>(0, width, [&](int64_t j, auto lanes, auto) {
+  each_vector<1>(0, width, elements_before_vectors(logits, width), [&](int64_t j, auto lanes, auto) {
     most = larger(finite_magnitude(kept(lanes, load_lanes(logits + j, lanes), Lanes<A>(A(0)))), most);
   });
   return largest(most);
 }
 
-// Stores exp(logit - maximum) in `values`. The moment weights an element by the distance of its vector from the middle
-// of the row.
+// Stores exp(logit - maximum) in `scratch`, beginning at the returned `values`. The moment weights element j by the
+// distance of element j - j % 16 from the middle of the row.
 template <bool with_moment, bool in_range, class T, class A>
-Softmax<A> softmax_of(const T* logits, int64_t width, A maximum, Ahead ahead, A* values) {
-  const Lanes<A> zero = A(0);
-  Lanes<A> sum = zero, moment = zero;        // `moment` weights each element as if it were in lane 0 of its vector
-  Lanes<A> next = static_cast<A>(1 - width); // the weight in the next vector
+Softmax<A> softmax_of(const T* logits, int64_t width, A maximum, Ahead ahead, A* scratch) {
+  const int64_t before = elements_before_vectors(logits, width);
+  A* values = scratch + (kLanes - before) % kLanes;
+  const Lanes<A> zero = A(0), step = A(2 * kLanes);
+  Lanes<A> sum = zero, moment = zero;
+  Lanes<A> next = static_cast<A>(1 - width); // the weights in the next vector
+  if constexpr (with_moment && kHasMasks) {
+    if (before != 0) {
+      next = kept(LanesFrom{static_cast<int>(kLanes - before)}, next, next - step);
+    }
+  }
   const auto* read = static_cast<const T*>(ahead.read);
   const auto* write = static_cast<const T*>(ahead.write != nullptr ? ahead.write : values);
   each_tile(width, [&](int64_t begin, int64_t end) {
     Lanes<A> tile_sum = zero, tile_moment = zero;
-    each_vector<1>(begin, end, [&](int64_t j, auto lanes, auto) {
+    each_vector<1>(begin, end, before, [&](int64_t j, auto lanes, auto) {
       // Prefetching past the end is harmless.
       __builtin_prefetch(read + j, /*rw=*/0);
       __builtin_prefetch(write + j, /*rw=*/1);
@@ -169,9 +203,9 @@ Softmax<A> softmax_of(const T* logits, int64_t width, A maximum, Ahead ahead, A*
       store_lanes(values + j, e);
       const Lanes<A> counted = kept(lanes, e, zero);
       tile_sum += counted;
-      if constexpr (with_moment && std::is_same_v<decltype(lanes), AllLanes>) {
+      if constexpr (with_moment && (kHasMasks || std::is_same_v<decltype(lanes), AllLanes>)) {
         tile_moment += counted * next;
-        next += Lanes<A>(A(2 * kLanes));
+        next += step;
       } else if constexpr (with_moment) {
         tile_moment += counted * Lanes<A>(static_cast<A>(2 * j + 1 - width));
       }
@@ -179,15 +213,17 @@ Softmax<A> softmax_of(const T* logits, int64_t width, A maximum, Ahead ahead, A*
     sum += tile_sum;
     moment += tile_moment;
   });
-  return {total(sum), with_moment ? total(moment + sum * Lanes<A>::numbers() * Lanes<A>(2)) : A(0), values};
+  sum = in_order(sum, before);
+  moment = in_order(moment, before) + sum * Lanes<A>::numbers() * Lanes<A>(2);
+  return {total(sum), with_moment ? total(moment) : A(0), values, before};
 }
 
 template <bool with_moment, class T, class A>
-Softmax<A> softmax_of(const T* logits, int64_t width, Extremes<A> extremes, Ahead ahead, A* values) {
+Softmax<A> softmax_of(const T* logits, int64_t width, Extremes<A> extremes, Ahead ahead, A* scratch) {
   if (extremes.largest - std::min(extremes.smallest, A(0)) < -kLeastInRange) {
-    return softmax_of<with_moment, true>(logits, width, extremes.largest, ahead, values);
+    return softmax_of<with_moment, true>(logits, width, extremes.largest, ahead, scratch);
   }
-  return softmax_of<with_moment, false>(logits, width, extremes.largest, ahead, values);
+  return softmax_of<with_moment, false>(logits, width, extremes.largest, ahead, scratch);
 }
 
 // Loads the lanes of one vector from a row.
@@ -218,7 +254,7 @@ bool factor_can_wait(A squares, A factor) {
 template <class A, class Value>
 [[gnu::noinline]] double squares_in_double(int64_t width, double factor, const Value& value) {
   double sum = 0;
-  each_vector<1>(0, width, [&](int64_t j, auto lanes, auto) {
+  each_vector<1>(0, width, 0, [&](int64_t j, auto lanes, auto) {
     A values[kLanes], ones[kLanes];
     store_lanes(values, value(LoadBlock<decltype(lanes)>{j, lanes}));
     store_lanes(ones, kept(lanes, Lanes<A>(A(1)), Lanes<A>(A(0))));
@@ -235,7 +271,7 @@ double write_gradient(const Rows& gradient, int64_t row, int64_t width, A factor
   G* out = static_cast<G*>(gradient.data) + row * gradient.stride;
   const Lanes<A> zero = A(0), factors = factor;
   Lanes<A> squares[2] = {zero, zero};
-  each_vector<2>(0, width, [&](int64_t j, auto lanes, auto chain) {
+  each_vector<2>(0, width, elements_before_vectors(out, width), [&](int64_t j, auto lanes, auto chain) {
     const Lanes<A> x = value(LoadBlock<decltype(lanes)>{j, lanes}), counted = kept(lanes, x, zero);
     squares[chain] += counted * counted;
     store_lanes(out + j, x * factors, lanes);
@@ -244,9 +280,9 @@ double write_gradient(const Rows& gradient, int64_t row, int64_t width, A factor
   return factor_can_wait(sum, factor) ? squared(factor) * sum : squares_in_double<A>(width, factor, value);
 }
 
-// The sums over j of terms(load), where load(row) = row[j].
+// The sums over j of terms(load), where load(row) = row[j]. `before` as in each_vector().
 template <class A, class Terms>
-auto sums_of(int64_t width, Terms terms) {
+auto sums_of(int64_t width, int64_t before, Terms terms) {
   constexpr size_t count = std::tuple_size<decltype(terms(LoadBlock<AllLanes>()))>::value;
   const Lanes<A> zero = A(0);
   std::array<Lanes<A>, count> sums;
@@ -254,10 +290,11 @@ auto sums_of(int64_t width, Terms terms) {
   each_tile(width, [&](int64_t begin, int64_t end) {
     std::array<Lanes<A>, count> tile_sums;
     tile_sums.fill(zero);
-    each_vector<1>(begin, end, [&](int64_t j, auto lanes, auto) {
+    each_vector<1>(begin, end, before, [&](int64_t j, auto lanes, auto) {
       const auto block_terms = terms(LoadBlock<decltype(lanes)>{j, lanes});
       for (size_t i = 0; i < count; ++i) {
-        tile_sums[i] += kept(lanes, block_terms[i], zero);
+        // Selects after the addition, so that all vectors are rounded alike if a product and the sum are contracted.
+        tile_sums[i] = kept(lanes, tile_sums[i] + block_terms[i], tile_sums[i]);
       }
     });
     for (size_t i = 0; i < count; ++i) {
@@ -266,7 +303,7 @@ auto sums_of(int64_t width, Terms terms) {
   });
   std::array<A, count> result;
   for (size_t i = 0; i < count; ++i) {
-    result[i] = total(sums[i]);
+    result[i] = total(in_order(sums[i], before));
   }
   return result;
 }

@@ -24,9 +24,9 @@ inline int64_t row_cost(int64_t width) {
   return width == 1 ? 16 : (width <= kShortRow ? 2 * width + 48 : width + 128);
 }
 
-// The number of elements for two rows.
+// The number of elements for two rows, and for the lanes before the first element of each.
 inline int64_t scratch_elements(int64_t width) {
-  return 2 * padded_width(width);
+  return 2 * (padded_width(width) + kLanes);
 }
 
 // Memory for two rows, on the heap: a row of a wide head needs more than a stack should hold.

@@ -24,7 +24,7 @@ void categorical_row(
   const Softmax<A> softmax = softmax_of<true>(logits, s.width, extremes, ahead_of<T>(s, row), scratch);
   const A maximum = extremes.largest;
   A* values = softmax.values;
-  A* mass = second_row(scratch, s.width);
+  A* mass = second_row(values, s.width);
   const Smoothing<double> smoothing(s.head->label_smoothing, s.width);
   const A everywhere = static_cast<A>(smoothing.everywhere);
   A correct = 0;
@@ -36,7 +36,7 @@ void categorical_row(
   });
   if (everywhere != 0) {
     const auto smoothed = [=](auto load) { return std::array<Lanes<A>, 1>{everywhere * (load(logits) - maximum)}; };
-    correct += sums_of<A>(s.width, smoothed)[0];
+    correct += sums_of<A>(s.width, softmax.before, smoothed)[0];
   }
   sums.at[Formula::kSum][lane] = softmax.sum;
   sums.at[Formula::kMass][lane] = A(1) + nan;
@@ -145,11 +145,11 @@ void soft_cross_entropy_row(
   const int64_t width = s.width;
   const T* logits = row_of<T>(s.prediction, row);
   const Softmax<A> softmax = softmax_of<false>(logits, width, extremes, ahead_of<T>(s, row), scratch);
-  A* own_target = second_row(scratch, width);
+  A* own_target = second_row(softmax.values, width);
   const A* target = read_target(s, row, own_target);
   const A maximum = extremes.largest;
   const A* values = softmax.values;
-  auto [moment, mass, correct] = sums_of<A>(width, [=](auto load) {
+  auto [moment, mass, correct] = sums_of<A>(width, softmax.before, [=](auto load) {
     const Lanes<A> difference = load(logits) - maximum, t = load(target);
     return std::array{Formula::weighted(load(values), difference), t, Formula::correct(t, difference)};
   });

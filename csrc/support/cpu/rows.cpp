@@ -35,7 +35,7 @@ template <class T, class A>
   const Lanes<A> middle = support.raw ? expected : softmax.moment / softmax.sum;
   const A* values = softmax.values;
   T* out = static_cast<T*>(d.gradient.data) + row * d.gradient.stride;
-  each_vector<1>(0, support.num_bins, [=](int64_t j, auto lanes, auto) {
+  each_vector<1>(0, support.num_bins, 0, [=](int64_t j, auto lanes, auto) {
     const Lanes<A> distance = load_lanes(centers + j, lanes) - middle;
     store_lanes(out + j, load_lanes(values + j, lanes) * distance * factor, lanes);
   });
