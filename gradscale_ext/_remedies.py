@@ -32,8 +32,9 @@ def without_parameter(name: str) -> Callable[[Function], Function]:
     return decorate
 
 
-def remedy_for_type(value: object, name: str = "it") -> str:
-    """Remedy for an argument `name` that is not a tensor."""
+def remedy_for_type(value: object, name: str = "it", dims: Mapping[str, int] | None = None) -> str:
+    """Remedy for an argument `name` that is not a tensor. `dims`: the dimensions along which a list of tensors may have
+    to be stacked, by what they mean."""
     if is_proxy(value):
         return (
             "; torch.fx.symbolic_trace cannot follow code that reads shapes: call it from a function that is marked "
@@ -46,12 +47,21 @@ def remedy_for_type(value: object, name: str = "it") -> str:
         return f"; make {name} a list: list({written})"
     if isinstance(value, list | tuple) and value:
         if all(isinstance(item, torch.Tensor) for item in value):
-            return f"; convert {name}: torch.stack({written})"
+            return f"; convert {name}: {_stacked(value, written, dims)}"
         if _is_number(_first_leaf(value)):
             return f"; convert {name}: torch.tensor({written})"
     if _is_number(value):
         return "; a tensor has an element for each sample: torch.tensor([...])"
     return ""
+
+
+def _stacked(tensors: Sequence[torch.Tensor], written: str, dims: Mapping[str, int] | None) -> str:
+    """Code that makes one tensor of several."""
+    if len({tuple(tensor.shape) for tensor in tensors}) > 1:
+        return f"torch.nn.utils.rnn.pad_sequence({written}, batch_first=True), and mask the padding"
+    if tensors[0].dim() == 0 or not dims:
+        return f"torch.stack({written})"
+    return ", or ".join(f"torch.stack({written}{f', {dim}' if dim else ''}){meaning}" for meaning, dim in dims.items())
 
 
 def is_proxy(value: object) -> bool:
@@ -126,6 +136,10 @@ def remedy_for_step_shape(name: str, shape: Sequence[int], batch: int, steps: in
     """Remedy for a mask, or weights of steps, that should be `[B, T]`, or `[T, B]` without `batch_first`."""
     wanted = (batch, steps) if batch_first else (steps, batch)
     shape = tuple(shape)
+    if name != "mask" and shape == (batch, 1) == (steps, 1) and batch_first:
+        return (
+            f"; write {name}.expand({batch}, {steps}) for an entry per sample, or {name}.squeeze(-1) for one per step"
+        )
     if shape == (*wanted, 1) or (name != "mask" and shape == (steps, 1)):
         return f"; write {name}.squeeze(-1)"
     if shape == wanted[::-1]:
@@ -139,15 +153,15 @@ def remedy_for_step_shape(name: str, shape: Sequence[int], batch: int, steps: in
         return f"; T includes the root, whose entries are ignored by heads with first_step = 1: write {root}"
     if shape == (steps - 1,):
         return "; T includes the root"
-    if shape == (batch,) and name != "mask":
+    if shape == (batch,) and name == "step_weights":
         return "; a weight for each sample goes to importance_weights"
     if len(shape) == 2 and all(own in (1, size) for own, size in zip(shape, wanted, strict=True)):
         return f"; write {name}.expand({wanted[0]}, {wanted[1]})"
-    as_row, as_column = (f"mask{index}.expand({wanted[0]}, {wanted[1]})" for index in ("", "[:, None]"))
+    as_row, as_column = (f"{name}{index}.expand({wanted[0]}, {wanted[1]})" for index in ("", "[:, None]"))
     for_sample, for_step = (as_column, as_row) if batch_first else (as_row, as_column)
     if shape == (batch,) == (steps,):
         return f"; write {for_sample} for an entry per sample, or {for_step} for an entry per step"
-    if name == "mask" and shape in ((batch,), (steps,)):
+    if shape in ((batch,), (steps,)):
         return f"; write {for_sample if shape == (batch,) else for_step}"
     return ""
 
@@ -161,12 +175,16 @@ def remedy_for_count(
     longest: str,
     longest_first_step: int,
     surplus: int | None,
+    batch_first: bool,
 ) -> str:
     """Remedy for a number of entries that differs from the number of the head `longest`. The targets of all heads have
     `surplus` more entries than their predictions; None if heads differ."""
     first = entries[0]
     if first is not None and first.dim() > 0 and first.shape[0] == wanted != batch:
-        return "; samples and steps look exchanged: see batch_first, and write torch.stack(...) for a list by sample"
+        return (
+            f"; samples and steps look exchanged: write {what}.transpose(0, 1) for a stacked tensor, or "
+            f"torch.stack({what}{'' if batch_first else ', 1'}) for a list by sample"
+        )
     if what == "target" and surplus and (first_step == 0 or surplus < 0):
         return (
             f"; K actions give K + 1 predictions: unroll with {len(entries) + first_step - 1} actions, or give "

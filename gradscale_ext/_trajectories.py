@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,13 +14,6 @@ Discount = float | torch.Tensor
 
 #: Types of the numbers in a trajectory.
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-#: The tensors after rewards in the remedy for rewards of more dimensions, where they are not `values`.
-_FOLLOWING = {
-    "n_step_transitions": (),
-    "retrace": ("q_values", "next_values"),
-    "muzero_targets": ("root_values",),
-}
 
 _LARGEST = {"2**31 - 1": 2**31 - 1, "2**63 - 1": 2**63 - 1}
 
@@ -126,10 +120,14 @@ def written(shape: Any) -> str:
 
 
 class Checker:
-    """Checks the arguments of one call of `function`; `rewards` gives the device and the sizes."""
+    """Checks the arguments of one call of `function`; `rewards` gives the device and the sizes. Remedies depend on the
+    `others` with two dimensions, by name."""
 
-    def __init__(self, function: str, rewards: Any, batch_first: Any, steps: str = "T") -> None:
+    def __init__(
+        self, function: str, rewards: Any, batch_first: Any, others: Mapping[str, Any], steps: str = "T"
+    ) -> None:
         self.function = function
+        self._tensors = {name: other for name, other in others.items() if isinstance(other, torch.Tensor)}
         _numbers.check_flag(f"{function}: batch_first", batch_first)
         self.batch_first = batch_first
         self.step_letter = steps
@@ -151,16 +149,24 @@ class Checker:
             shape = f" of shape {self._letters(more)}" if is_number else ""
             raise TypeError(
                 f"{self.function}: {name} must be {wanted}{shape}, but it is of type {type(value).__name__}"
-                f"{'' if is_number else _remedies.remedy_for_type(value, name)}"
+                f"{'' if is_number else _remedies.remedy_for_type(value, name, self._stacked_dims(more))}"
             )
         if fault := _remedies.remedy_for_kind(value):
             raise TypeError(f"{self.function}: {name} {fault}")
+
+    def _stacked_dims(self, more: int | None) -> dict[str, int] | None:
+        """The dimension in which a list becomes a tensor."""
+        if more is None:
+            return None
+        of_sample = 0 if self.batch_first else 1
+        return {" for an entry per sample": of_sample, " for an entry per step": 1 - of_sample}
 
     def floats(self, name: str, value: Any, more: int | None = 0) -> None:
         self.tensor(name, value, more)
         if value.dtype not in FLOATS:
             remedy = f"write {name}{'.real' if value.is_complex() else '.float()'}"
-            if name in ("values", "next_values") and not value.is_complex():  # the third argument may be the flags
+            may_be_flags = name == "next_values" and self.function != "retrace"  # the third argument of others
+            if may_be_flags and not value.is_complex():
                 flags = name if value.dtype == torch.bool else f"{name}.bool()"
                 remedy = f"{remedy}, or, if these are flags of ends, terminated={flags}"
             raise TypeError(
@@ -214,16 +220,21 @@ class Checker:
         """Remedy for rewards without dimensions, and for rewards with more than two, as of several agents."""
         if dims == 0:
             return "; write rewards[None, None]"
-        names = ", ".join(["rewards", *_FOLLOWING.get(self.function, ("values",))])
-        mapped = f"lambda {names}: {self.function}({names}, ...)"
+        others = [name for name, tensor in self._tensors.items() if tensor.dim() == dims]
+        names = ", ".join(["rewards", *others])
+        mapped = (
+            f"lambda {names}: {self.function}({', '.join(['rewards', *(f'{name}={name}' for name in others)])}, ...)"
+        )
         for _ in range(dims - 2):
             mapped = f"torch.func.vmap({mapped}, in_dims=-1, out_dims=-1)"
         return f"; to map over the last dimension{'s' if dims > 3 else ''}, write {mapped}({names})"
 
     def _remedy_for_last_values(self, name: str, value: torch.Tensor) -> str:
         """Remedy for next_values of the last step alone."""
-        one_step = self._sizes(1 - self.steps)
-        if name != "next_values" or self.function == "retrace" or tuple(value.shape) not in ((self.batch,), one_step):
+        values = self._tensors.get("values")
+        can_be_appended = values is not None and values.shape == self._sizes(0) and "truncated" not in self._tensors
+        is_last = tuple(value.shape) in ((self.batch,), self._sizes(1 - self.steps))
+        if name != "next_values" or not is_last or not can_be_appended:
             return ""
         last = name if value.dim() == 2 else f"{name}[:, None]" if self.batch_first else f"{name}[None]"
         return (
@@ -246,20 +257,16 @@ class Checker:
         self.on_device(name, value)
         self._dims(name, value, more)
         if not self._has_steps(value, more):
-            remedy = ""
             swapped = (self.batch + more, self.steps) if self.batch_first else (self.steps, self.batch + more)
-            if more and tuple(value.shape) == swapped:
-                remedy = self._remedy_for_order()
+            if name in ("values", "root_values") and tuple(value.shape) == swapped:  # the first tensor after rewards
+                order = written((self.step_letter, "B") if self.batch_first else ("B", self.step_letter))
+                remedy = f"; if rewards are {order}, pass batch_first={not self.batch_first}"
             else:
                 remedy = self._remedy_for_last_values(name, value)
             raise ValueError(
                 f"{self.function}: {name} must have shape {self.shape(more)}"
                 f"{reason or ', the shape of rewards'}, but its shape is {written(value.shape)}{remedy}"
             )
-
-    def _remedy_for_order(self) -> str:
-        order = written((self.step_letter, "B") if self.batch_first else ("B", self.step_letter))
-        return f"; if rewards are {order}, pass batch_first={not self.batch_first}"
 
     def flags(self, name: str, value: Any, shape: tuple[int, ...] | None = None) -> None:
         if value is None:
@@ -278,8 +285,6 @@ class Checker:
         self.on_device(name, value)
         if tuple(value.shape) != (self.batch,):
             remedy = f"; write {name}.squeeze(-1)" if tuple(value.shape) == (self.batch, 1) else ""
-            if tuple(value.shape) == (self.steps,):
-                remedy = self._remedy_for_order()
             raise ValueError(
                 f"{self.function}: {name} must have shape [{self.batch}], "
                 f"but its shape is {written(value.shape)}{remedy}"
@@ -396,11 +401,13 @@ def check_trajectories(
         TypeError: a type or dtype is wrong.
         ValueError: a shape, device or number is wrong, or a constant requires grad.
     """
-    check = Checker(function, rewards, batch_first)
     is_retrace = function == "retrace"
     has_values = function != "n_step_transitions"
     reads_values = function not in ("lambda_returns", "n_step_returns", "n_step_transitions")
     name = "q_values" if is_retrace else "values"
+    others = {name: values, "next_values": next_values, "ratios": ratios, "discount": discount, "lambda_": lambda_}
+    flags = {"terminated": terminated, "truncated": truncated, "mask": mask}
+    check = Checker(function, rewards, batch_first, others | flags)
     if next_values is not None:
         check.floats("next_values", next_values)
         check.shaped("next_values", next_values)
@@ -440,7 +447,7 @@ def check_trajectories(
     discount = check.coefficient("discount", discount, -1)
     has_n = function in ("n_step_returns", "n_step_transitions")
     lambda_ = 1.0 if has_n else check.coefficient("lambda_", lambda_, 0)
-    for flag, value in (("terminated", terminated), ("truncated", truncated), ("mask", mask)):
+    for flag, value in flags.items():
         check.flags(flag, value)
     clip_numbers = [check.clip(name, value) for name, value in zip(CLIPS.get(function, ()), clips, strict=False)]
     clip_numbers += [torch.inf] * (3 - len(clip_numbers))

@@ -44,10 +44,15 @@ def _first(wrong: Tensor) -> int | None:
 def _check_lengths(lengths: Tensor, moves: int) -> None:
     row = _first((lengths < 0) | (lengths > moves))
     if row is not None:
+        remedy = ""
+        if lengths[row] > moves:
+            remedy = (
+                f"; where a game is longer than its row, write lengths=lengths.clamp(max={moves}) and "
+                f"terminated=terminated & (lengths <= {moves})"
+            )
         raise ValueError(
             f"muzero_targets: lengths must be from 0 to {moves}, the number of moves in rewards, but row {row} has "
-            f"{int(lengths[row])}; a length counts the recorded moves of the row: where a game is longer than its row, "
-            f"write lengths.clamp(max={moves})"
+            f"{int(lengths[row])}; a length counts the recorded moves of the row{remedy}"
         )
 
 

@@ -51,8 +51,7 @@ def _checked_td_steps(check: Checker, td_steps: Any, num_steps: int) -> int | to
         elif shape == ((check.batch, 1) if check.batch_first else (1, check.batch)):
             remedy = f"; write td_steps.squeeze({-1 if check.batch_first else 0})"
         elif shape == sizes[::-1]:
-            order = written((check.step_letter, "B") if check.batch_first else ("B", check.step_letter))
-            remedy = f"; if rewards are {order}, pass batch_first={not check.batch_first}"
+            remedy = "; write td_steps.T"
         raise ValueError(
             f"{check.function}: td_steps must be an integer, or have shape [{check.batch}] or {written(sizes)}, "
             f"but its shape is {written(shape)}{remedy}"
@@ -82,7 +81,8 @@ def check_window(
         ValueError: a shape, device or number is wrong, or an argument requires grad.
     """
     function = "muzero_targets"
-    check = Checker(function, rewards, batch_first, "L")
+    others = {"root_values": root_values, "discount": discount, "to_play": to_play}
+    check = Checker(function, rewards, batch_first, others, "L")
     _numbers.check_flag(f"{function}: check", check_values)
     check.floats("root_values", root_values, 1)
     check.shaped("root_values", root_values, 1, ", one step more than rewards")

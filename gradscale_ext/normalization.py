@@ -292,7 +292,7 @@ class ReturnScale(ModuleWithNumbers):
         if not 0 <= low < high <= 1:
             raise ValueError(
                 f"ReturnScale: low and high must be fractions with 0 <= low < high <= 1, but they are {low} and {high}"
-                + (f"; write {low / 100:g} and {high / 100:g}" if 0 <= low < high <= 100 else "")
+                + (f"; write low={low / 100} and high={high / 100}" if 0 <= low < high <= 100 else "")
             )
         if not 0 <= decay < 1:
             raise ValueError(f"ReturnScale: decay must be at least 0 and below 1, but it is {decay}")

@@ -101,14 +101,25 @@ def _steps_of(actions: Any) -> Sequence[torch.Tensor]:
     for k, action in enumerate(actions):
         if not isinstance(action, torch.Tensor):
             raise TypeError(
-                f"unroll: actions must be {wanted}, but actions[{k}] is of type {type(action).__name__}; convert "
-                "actions: torch.as_tensor(actions), of shape [B, K, ...]"
+                f"unroll: actions must be {wanted}, but actions[{k}] is of type {type(action).__name__}; write "
+                + (
+                    "torch.as_tensor(actions)[None] for the steps of a single sample"
+                    if isinstance(action, numbers.Number)
+                    else "[torch.as_tensor(action) for action in actions] for an entry per step, or "
+                    "torch.as_tensor(actions) for an entry per sample"
+                )
             )
-        if action.dim() < 1 or action.shape[0] != actions[0].shape[0]:
+        if action.dim() < 1:
+            raise ValueError(
+                f"unroll: all entries of actions must be tensors [B, ...], but actions[{k}] has no dimensions; write "
+                "torch.stack(actions)[None] for the steps of a single sample"
+            )
+        if action.shape[0] != actions[0].shape[0]:
             raise ValueError(
                 f"unroll: all entries of actions must be tensors [B, ...] with the same B, but actions[{k}] has shape "
                 f"{tuple(action.shape)} and actions[0] has shape {tuple(actions[0].shape)}; if the list has an entry "
-                "for each sample instead of each step, write torch.stack(actions)"
+                "for each sample instead of each step, write torch.nn.utils.rnn.pad_sequence(actions, "
+                "batch_first=True), and mask the padding"
             )
     return actions
 

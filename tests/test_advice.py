@@ -83,7 +83,7 @@ def test_the_other_order_of_priorities_and_windows():
     text = message(ValueError, lambda: gs.muzero_targets(REWARDS.T, LAST_VALUES.T[:, :-1], **options, **ends))
     assert "root_values" in text
     text = message(ValueError, lambda: gs.muzero_targets(torch.zeros(T, B), torch.zeros(T, B + 1), **options, **ends))
-    assert text.endswith("; if rewards are [L, B], pass batch_first=False")
+    assert text.endswith("lengths must have shape [6], but its shape is [4]"), "root_values have no other order"
 
 
 # ---- Functions over trajectories ------------------------------------------------------------------------------------

@@ -199,7 +199,7 @@ ILLEGAL = {
         gs.CategoricalKL(unimix=0.0),
         [[0.0, -INF]],
         [[0.0, 0.0]],
-        "is positive where the logit is -inf, which makes the loss infinite: sample 0 has [0, 0]; write unimix above 0",
+        "is positive where the logit is -inf, which makes the loss infinite: sample 0 has [0, 0]; write unimix=0.01",
     ),
     "a divergence of p": (
         gs.CategoricalKL(unimix=0.0, prediction="p"),

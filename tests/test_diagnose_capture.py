@@ -557,7 +557,7 @@ def test_gradients_that_the_step_before_made():
 
     finding = found(step, *learner.state()).findings[0]
     assert (finding.code, finding.source) == ("unnamed_state", "learner.optimizer.step()")
-    assert "zero_grad(set_to_none=False)" in finding.remedy
+    assert "pass set_to_none=False to zero_grad()" in finding.remedy
     learner = Learner()
 
     def right(x, y):

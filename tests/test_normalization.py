@@ -645,7 +645,11 @@ def test_return_scale_without_float64(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"low": 5, "high": 95}, ValueError, "must be fractions .* they are 5.0 and 95.0; write 0.05 and 0.95$"),
+        (
+            {"low": 5, "high": 95},
+            ValueError,
+            "must be fractions .* they are 5.0 and 95.0; write low=0.05 and high=0.95$",
+        ),
         ({"low": -0.1}, ValueError, "low and high must be fractions .*, but they are -0.1 and 0.95$"),
         ({"low": 0.5, "high": 0.5}, ValueError, "low and high must be fractions .* 0.5 and 0.5$"),
         ({"high": NAN}, ValueError, "low and high must be fractions"),

@@ -83,7 +83,7 @@ MISTAKES = {
     "integer weights": (lambda p, t, o: o.update(importance_weights=torch.ones(B).long()), "write .float()"),
     "float mask": (lambda p, t, o: o.update(mask=torch.ones(B, T)), "it is torch.float32; write mask.bool()"),
     "NumPy mask": (lambda p, t, o: o.update(mask=torch.ones(B, T).numpy()), "convert mask: torch.as_tensor(mask)"),
-    "list of masks": (lambda p, t, o: o.update(mask=[torch.ones(B) > 0] * T), "convert mask: torch.stack(mask)"),
+    "list of masks": (lambda p, t, o: o.update(mask=[torch.ones(B) > 0] * T), "convert mask: torch.stack(mask, 1)"),
     "nested lists": (lambda p, t, o: o.update(mask=[[True] * T] * B), "convert mask: torch.tensor(mask)"),
     "[B, K] mask": (
         lambda p, t, o: o.update(mask=torch.ones(B, T - 1) > 0),
@@ -113,7 +113,7 @@ MISTAKES = {
         "write mask[:, None].expand(6, 3)",
     ),
     "[B, T, 1] mask": (lambda p, t, o: o.update(mask=torch.ones(B, T, 1) > 0), "write mask.squeeze(-1)"),
-    "step weight": (lambda p, t, o: o.update(step_weights=0.5), "of type float; write [0.5] * 6"),
+    "step weight": (lambda p, t, o: o.update(step_weights=0.5), "of type float; write [step_weights] * 6"),
     "step weights by sample": (
         lambda p, t, o: o.update(step_weights=torch.ones(B)),
         "[T] = [6] or [B, T] = [3, 6], but it has [3]; a weight for each sample goes to importance_weights",
@@ -266,7 +266,7 @@ MISTAKES = {
     ),
     "a list by sample": (
         lambda p, t, o: t.update(value=list(torch.ones(B, T))),
-        "samples and steps look exchanged: see batch_first, and write torch.stack(...) for a list by sample",
+        "write target.transpose(0, 1) for a stacked tensor, or torch.stack(target) for a list by sample",
     ),
     "time first": (lambda p, t, o: t.update(value=torch.ones(T, B)), "; write batch_first=False"),
     "a single step": (

@@ -1209,7 +1209,11 @@ def test_rewards_of_any_number_of_dimensions(function, shape, module):
     def fields(results):
         return [results] if isinstance(results, torch.Tensor) else list(results)
 
-    names = {"torch": torch, "options": options, function: lambda *given, options: compute(*given, **options)}
+    names = {
+        "torch": torch,
+        "options": options,
+        function: lambda *given, options, **named: compute(*given, **named, **options),
+    }
     results = fields(eval(written.replace("...", "options=options"), tensors | names))
     flat = [tensor.flatten(2).unbind(2) for tensor in tensors.values()]
     separate = [fields(compute(*entry, **options)) for entry in zip(*flat, strict=True)]
@@ -1473,7 +1477,7 @@ def of_window(length=3, over=False, players=(0, 1, 0, 1), **changes):
 @pytest.mark.parametrize("length", [4, 30, -1, -3, 2**62])
 @pytest.mark.any_version
 def test_a_length_out_of_range_raises_on_a_cpu(length, module):
-    message = rf"lengths must be from 0 to 3, the number of moves in rewards, but row 1 has {length}; .*clamp\(max=3\)"
+    message = rf"lengths must be from 0 to 3, the number of moves in rewards, but row 1 has {length}; a length counts"
     for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
         with context(), pytest.raises(ValueError, match=f"^muzero_targets: {message}"):
             windows(module, **of_window(length, players=None))

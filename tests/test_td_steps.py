@@ -202,7 +202,7 @@ def test_a_device_without_kernels(shape, without_kernels):  # noqa: F811
         (torch.ones(3).long(), ValueError, r"shape \[2\] or \[2, 3\], but its shape is \[3\]$"),
         (torch.ones(2, 1).long(), ValueError, r"its shape is \[2, 1\]; write td_steps.squeeze\(-1\)$"),
         (torch.ones(2, 2).long(), ValueError, r"shape \[2\] or \[2, 3\], but its shape is \[2, 2\]$"),
-        (torch.ones(3, 2).long(), ValueError, r"its shape is \[3, 2\]; .*pass batch_first=False$"),
+        (torch.ones(3, 2).long(), ValueError, r"its shape is \[3, 2\]; .*write td_steps\.T$"),
         (torch.ones(2, 3, 1).long(), ValueError, r"its shape is \[2, 3, 1\]$"),
         (torch.ones(2, device="meta").long(), ValueError, "must be on the device of rewards, cpu, but it is on meta"),
     ],

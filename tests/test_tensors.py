@@ -83,7 +83,7 @@ def test_arguments_of_the_l2_loss_that_the_kernels_do_not_accept_are_named_once(
             0.5,
             r"parameters\[1\] is torch.float8_e4m3fn: write .float\(\); plain PyTorch",
         ),
-        ([p, p], weight, "weight is a tensor: write a number"),
+        ([p, p], weight, "weight is a tensor: give a number"),
     ):
         with pytest.warns(UserWarning, match=f"^l2_loss: {words}"):
             assert gs.l2_loss(parameters, factor) == 1

@@ -65,10 +65,13 @@ def test_actions_that_are_not_tensors_are_rejected(steps):
         (array, r"of type ndarray; convert actions: torch\.as_tensor\(actions\)"),
         (
             array.tolist(),
-            r"actions\[0\] is of type list; convert actions: torch\.as_tensor\(actions\), of shape \[B, K",
+            r"actions\[0\] is of type list; write \[torch\.as_tensor\(action\) for action in actions\] for an entry",
         ),
-        (list(array), r"actions\[0\] is of type ndarray; convert actions: torch\.as_tensor"),
-        ([1, 2, 3], r"actions\[0\] is of type int"),
+        (list(array), r"actions\[0\] is of type ndarray; write \[torch\.as_tensor\(action\)"),
+        (
+            [1, 2, 3],
+            r"actions\[0\] is of type int; write torch\.as_tensor\(actions\)\[None\] for the steps of a single",
+        ),
         (iter(torch.ones(3, 2)), r"make actions a list: list\(actions\)"),
         ("left", "of type str"),
         (None, "of type NoneType"),
@@ -81,7 +84,7 @@ def test_actions_of_a_sequence_must_have_one_batch_size():
     recurrent = lambda h, a: _value(h)
     for actions, words in (
         ([torch.ones(2), torch.ones(3)], r"actions\[1\] has shape \(3,\) and actions\[0\] has shape \(2,\)"),
-        ([torch.ones(()), torch.ones(())], r"actions\[0\] has shape \(\).*torch\.stack\(actions\)"),
+        ([torch.ones(()), torch.ones(())], r"actions\[0\] has no dimensions; write torch\.stack\(actions\)\[None\]"),
     ):
         with pytest.raises(ValueError, match=words):
             gs.unroll(_value, recurrent, torch.zeros(2), actions)

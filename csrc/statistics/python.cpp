@@ -22,7 +22,7 @@ py::object l2_loss_in_eager_mode(const std::vector<py::object>& given, py::handl
     if (THPVariable_Check(weight.ptr())) {
       const at::Tensor tensor = read_tensor(weight, [] { return "weight"; });
       if (!tensor.is_cpu() || tensor.requires_grad()) {
-        throw Refusal{"weight", "is a tensor: write a number, if one is known and needs no gradient"};
+        throw Refusal{"weight", "is a tensor: give a number, if one is known and needs no gradient"};
       }
       factor = tensor.item<double>();
     } else {

@@ -91,7 +91,7 @@ def _by_step(
     first = next(iter(predicted.values()))[0]
     if first.dim() == 0:
         raise ValueError(f"multi_step_loss: {_at(next(iter(heads)), 0, 'prediction')} has no batch dimension")
-    steps = _count_steps(heads, predicted, wanted, first.shape[0])
+    steps = _count_steps(heads, predicted, wanted, first.shape[0], batch_first)
     for name, head in heads.items():
         _check_head(name, head, predicted[name], wanted[name], first.shape[0], first.device)
     return predicted, wanted, steps
@@ -109,9 +109,15 @@ def _by_step_or_other_order(
         except (TypeError, ValueError):
             raise error from None
         given, other = ("[B, T]", "[T, B]") if batch_first else ("[T, B]", "[B, T]")
+        remedy = f"write batch_first={not batch_first}"
+        for what, by_head in (("prediction", predictions), ("target", targets)):
+            if not all(isinstance(entries, torch.Tensor) for entries in by_head.values()):
+                stacked = f"torch.stack({what}{'' if batch_first else ', 1'})"
+                remedy += f" if lists have an entry for each step, or {stacked} for a list by sample"
+                break
         raise ValueError(
             f"multi_step_loss: predictions and targets must have the order {given}, because batch_first={batch_first}, "
-            f"but all of them fit {other}; write batch_first={not batch_first}"
+            f"but all of them fit {other}; {remedy}"
         ) from error
 
 
@@ -126,6 +132,7 @@ def _count_steps(
     predicted: Mapping[str, list[torch.Tensor]],
     wanted: Mapping[str, list[torch.Tensor | None]],
     batch: int,
+    batch_first: bool,
 ) -> int:
     """T, which all heads must agree on."""
     steps, longest = 0, ""
@@ -150,6 +157,7 @@ def _count_steps(
                         longest,
                         heads[longest].first_step,
                         surplus.pop() if len(surplus) == 1 else None,
+                        batch_first,
                     )
                 )
     return steps

@@ -126,7 +126,7 @@ def _check_illegal_logits(entry: _Entry, head: Head, prediction: torch.Tensor) -
         if head.unimix > 0:
             return  # no probability is 0
         t, logits = (t.softmax(-1), logits) if head.prediction == "q" else (logits.softmax(-1), t)
-        instead = "write unimix above 0, or give finite logits"
+        instead = "write unimix=0.01, or give finite logits"
     elif isinstance(head, HLGauss):
         t = head.support.hl_gauss(t.to(_context.widest(t.device)), head.sigma_ratio)
     elif isinstance(head, TwoHot):

@@ -104,7 +104,7 @@ class Rules:
         if not isinstance(mask, torch.Tensor):
             raise TypeError(
                 f"multi_step_loss: {label} must be a bool tensor, but it is of type {type(mask).__name__}"
-                f"{_remedies.remedy_for_type(mask, argument)}"
+                f"{_remedies.remedy_for_type(mask, argument, {'': 1 if self.batch_first else 0})}"
             )
         check_kind(label, mask)
         if mask.dtype != torch.bool:
@@ -134,7 +134,7 @@ class Rules:
                 f"multi_step_loss: {label} must be a tensor or a sequence of {self.steps} numbers, "
                 f"but it is of type {type(given).__name__}"
                 + (
-                    f"; write [{given}] * {self.steps}"
+                    f"; write [{argument}] * {self.steps}"
                     if isinstance(given, int | float)
                     else _remedies.remedy_for_type(given, argument)
                 )
@@ -163,7 +163,7 @@ class Rules:
                 f"multi_step_loss: {label} must be in the range of a float, but one is too large"
             ) from None
         except (TypeError, ValueError, RuntimeError) as error:
-            stacked = f"torch.stack({argument}, 1)" if self.batch_first else f"torch.stack({argument})"
+            stacked = f"torch.stack({argument}{', 1' if self.batch_first else ''})"
             instead = f"; write {stacked}" if all(isinstance(number, torch.Tensor) for number in given) else ""
             raise TypeError(
                 f"multi_step_loss: {label} must be a tensor or a sequence of numbers: {error}{instead}"

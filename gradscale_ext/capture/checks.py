@@ -68,7 +68,7 @@ def problems(before: Snapshot, state: State, record: Record) -> Iterator[Problem
         is_kept = change.item is not None and change.item.role in ("options", "optimizer", "updater")
         if change.kind == "flag" or (is_kept and change.is_of_a_number):
             cause = f"the step changes {shown(change)}, which a replay does not"
-            yield Problem("stale_number", cause, _remedy(change, state))
+            yield Problem("stale_number", cause, _remedy(change, state, has_schedule=bool(record.schedulers)))
     for name, root in state.roots.items():
         if isinstance(root, torch.amp.GradScaler) and any(
             own.get("found_inf_per_device") for own in root._per_optimizer_states.values()
@@ -109,12 +109,14 @@ def changed_argument(name: str) -> Problem:
     return Problem("argument", cause, "change a copy, such as dict(batch), and return what is new")
 
 
-def _remedy(change: Change, state: State) -> str:
+def _remedy(change: Change, state: State, has_schedule: bool) -> str:
     if change.kind == "flag":
-        return "write train(), eval() and requires_grad_() outside of the step"
+        return "call train(), eval() and requires_grad_() outside of the step"
     root = state.roots.get(change.name.partition(".")[0])
     is_updater = change.item is not None and change.item.role == "updater"
     if is_updater and not isinstance(root, torch.optim.Optimizer | torch.amp.GradScaler):
+        return scheduler_remedy()
+    if change.key == "lr" and has_schedule:
         return scheduler_remedy()
     if change.key == "lr":
         return f"write {option_remedy(optimizer_of(change.name, state), change.key)}"

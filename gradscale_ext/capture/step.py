@@ -320,7 +320,7 @@ class CapturedStep:
         if self._options["hooks"] == "raise" and (mode := watching_mode()):
             raise _Refused(
                 f"CapturedStep: {mode} is active, but a replay makes no calls that it could see; inside of it, write "
-                "update.plain(...)"
+                "update.plain instead of update"
             )
         captured, changed = self._matching(arguments.form)
         if captured is None:
