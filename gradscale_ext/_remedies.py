@@ -45,23 +45,35 @@ def remedy_for_type(value: object, name: str = "it", dims: Mapping[str, int] | N
         return f"; convert {name}: torch.as_tensor({written})"
     if isinstance(value, Iterable) and not isinstance(value, list | tuple | str | bytes | bytearray | Mapping | Set):
         return f"; make {name} a list: list({written})"
-    if isinstance(value, list | tuple) and value:
-        if all(isinstance(item, torch.Tensor) for item in value):
-            return f"; convert {name}: {_stacked(value, written, dims)}"
-        if _is_number(_first_leaf(value)):
-            return f"; convert {name}: torch.tensor({written})"
+    if isinstance(value, list | tuple) and (code := _code_for_list(value, written, dims)):
+        return f"; convert {name}: {code}"
     if _is_number(value):
         return "; a tensor has an element for each sample: torch.tensor([...])"
     return ""
 
 
-def _stacked(tensors: Sequence[torch.Tensor], written: str, dims: Mapping[str, int] | None) -> str:
-    """Code that makes one tensor of several."""
-    if len({tuple(tensor.shape) for tensor in tensors}) > 1:
-        return f"torch.nn.utils.rnn.pad_sequence({written}, batch_first=True), and mask the padding"
-    if tensors[0].dim() == 0 or not dims:
-        return f"torch.stack({written})"
-    return ", or ".join(f"torch.stack({written}{f', {dim}' if dim else ''}){meaning}" for meaning, dim in dims.items())
+def _code_for_list(value: Sequence[object], written: str, dims: Mapping[str, int] | None) -> str:
+    """Code that makes a tensor of a list of tensors or of nested lists of numbers; empty if there is none."""
+    tensors = [item for item in value if isinstance(item, torch.Tensor)]
+    if value and len(tensors) == len(value):
+        shapes = {tuple(tensor.shape) for tensor in tensors}
+        if len(shapes) > 1:
+            can_be_padded = () not in shapes and len({shape[1:] for shape in shapes}) == 1
+            return _padded(written) if can_be_padded else ""
+        if tensors[0].dim() == 0 or not dims:
+            return f"torch.stack({written})"
+        codes = [f"torch.stack({written}{f', {dim}' if dim else ''}){meaning}" for meaning, dim in dims.items()]
+        return ", or ".join(codes)
+    if not _is_number(_first_leaf(value)):
+        return ""
+    lengths = {len(row) if isinstance(row, list | tuple) else 0 for row in value}
+    if len(lengths) > 1:
+        return "" if 0 in lengths else _padded(f"[torch.tensor(row) for row in {written}]")
+    return f"torch.tensor({written})"
+
+
+def _padded(rows: str) -> str:
+    return f"torch.nn.utils.rnn.pad_sequence({rows}, batch_first=True), and mask the padding"
 
 
 def is_proxy(value: object) -> bool:

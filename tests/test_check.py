@@ -59,7 +59,7 @@ def put(tensor, value, *index):
 FAULTS = {
     "raw visit counts": (
         lambda p, t, o: put(t["policy"], [30, 12, 8, 0], 1, 1),
-        "the target of head 'policy' at step 1 is not a distribution: sample 1 has [30, 12, 8, 0]; give "
+        "the target of head 'policy' at step 1 is not a distribution: sample 1 has [30, 12, 8, 0]; write "
         "visits / visits.sum(-1, keepdim=True)",
     ),
     "few visit counts": (

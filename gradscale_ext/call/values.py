@@ -156,7 +156,7 @@ def _check_distribution(entry: _Entry) -> None:
     entry.reject(
         counts | (t > 1 + tolerance),
         "is not a distribution",
-        "give visits / visits.sum(-1, keepdim=True), and sample weights as importance_weights",
+        "write visits / visits.sum(-1, keepdim=True), and give sample weights as importance_weights",
     )
 
 

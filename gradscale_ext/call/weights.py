@@ -147,7 +147,7 @@ class Rules:
         if any(isinstance(number, torch.Tensor) and number.device.type != "cpu" for number in given):
             raise TypeError(
                 f"multi_step_loss: {label} is a sequence of tensors that are not on the CPU, and reading them would "
-                f"wait for their device; pass one tensor of {self.steps} numbers: torch.stack({argument})"
+                f"wait for their device{self._remedy_for_tensors(argument, given)}"
             )
         for number in given:
             if isinstance(number, torch.Tensor):
@@ -163,14 +163,19 @@ class Rules:
                 f"multi_step_loss: {label} must be in the range of a float, but one is too large"
             ) from None
         except (TypeError, ValueError, RuntimeError) as error:
-            stacked = f"torch.stack({argument}{', 1' if self.batch_first else ''})"
-            instead = f"; write {stacked}" if all(isinstance(number, torch.Tensor) for number in given) else ""
             raise TypeError(
-                f"multi_step_loss: {label} must be a tensor or a sequence of numbers: {error}{instead}"
+                f"multi_step_loss: {label} must be a tensor or a sequence of numbers: {error}"
+                f"{self._remedy_for_tensors(argument, given)}"
             ) from None
         if not _context.is_eager() and any([_context.varies(value) for value in values]):
             return torch.stack([_context.as_tensor(value, self.device, self.dtype) for value in values])
         return torch.tensor(values, dtype=self.dtype, device=self.device)
+
+    def _remedy_for_tensors(self, argument: str, given: Sequence[Any]) -> str:
+        """Remedy for a list with a tensor for each step."""
+        if not all(isinstance(number, torch.Tensor) for number in given):
+            return ""
+        return f"; write torch.stack({argument}{', 1' if self.batch_first and given[0].dim() else ''})"
 
     def _importance_weights(self, argument: str, label: str, weights: Any) -> torch.Tensor | None:
         if weights is None:
