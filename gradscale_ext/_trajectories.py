@@ -127,7 +127,7 @@ class Checker:
         self, function: str, rewards: Any, batch_first: Any, others: Mapping[str, Any], steps: str = "T"
     ) -> None:
         self.function = function
-        self._tensors = {name: other for name, other in others.items() if isinstance(other, torch.Tensor)}
+        self._others = others
         _numbers.check_flag(f"{function}: batch_first", batch_first)
         self.batch_first = batch_first
         self.step_letter = steps
@@ -220,7 +220,9 @@ class Checker:
         """Remedy for rewards without dimensions, and for rewards with more than two, as of several agents."""
         if dims == 0:
             return "; write rewards[None, None]"
-        others = [name for name, tensor in self._tensors.items() if tensor.dim() == dims]
+        others = [
+            name for name, other in self._others.items() if isinstance(other, torch.Tensor) and other.dim() == dims
+        ]
         names = ", ".join(["rewards", *others])
         mapped = (
             f"lambda {names}: {self.function}({', '.join(['rewards', *(f'{name}={name}' for name in others)])}, ...)"
@@ -231,8 +233,9 @@ class Checker:
 
     def _remedy_for_last_values(self, name: str, value: torch.Tensor) -> str:
         """Remedy for next_values of the last step alone."""
-        values = self._tensors.get("values")
-        can_be_appended = values is not None and values.shape == self._sizes(0) and "truncated" not in self._tensors
+        values = self._others.get("values")
+        has_steps = isinstance(values, torch.Tensor) and values.shape == self._sizes(0)
+        can_be_appended = has_steps and self._others.get("truncated") is None
         is_last = tuple(value.shape) in ((self.batch,), self._sizes(1 - self.steps))
         if name != "next_values" or not is_last or not can_be_appended:
             return ""
@@ -405,9 +408,17 @@ def check_trajectories(
     has_values = function != "n_step_transitions"
     reads_values = function not in ("lambda_returns", "n_step_returns", "n_step_transitions")
     name = "q_values" if is_retrace else "values"
-    others = {name: values, "next_values": next_values, "ratios": ratios, "discount": discount, "lambda_": lambda_}
-    flags = {"terminated": terminated, "truncated": truncated, "mask": mask}
-    check = Checker(function, rewards, batch_first, others | flags)
+    others = {
+        name: values,
+        "next_values": next_values,
+        "ratios": ratios,
+        "discount": discount,
+        "lambda_": lambda_,
+        "terminated": terminated,
+        "truncated": truncated,
+        "mask": mask,
+    }
+    check = Checker(function, rewards, batch_first, others)
     if next_values is not None:
         check.floats("next_values", next_values)
         check.shaped("next_values", next_values)
@@ -447,7 +458,7 @@ def check_trajectories(
     discount = check.coefficient("discount", discount, -1)
     has_n = function in ("n_step_returns", "n_step_transitions")
     lambda_ = 1.0 if has_n else check.coefficient("lambda_", lambda_, 0)
-    for flag, value in flags.items():
+    for flag, value in (("terminated", terminated), ("truncated", truncated), ("mask", mask)):
         check.flags(flag, value)
     clip_numbers = [check.clip(name, value) for name, value in zip(CLIPS.get(function, ()), clips, strict=False)]
     clip_numbers += [torch.inf] * (3 - len(clip_numbers))

@@ -717,6 +717,27 @@ def test_advice_does_what_was_meant(name):
             torch.testing.assert_close(result, meant)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: lam(values=None, next_values=V[:, -1]),
+        lambda: lam(values=V1, next_values=V[:, -1]),
+        lambda: lam(values=V, next_values=V[:, -1], truncated=DONES),
+        lambda: lam([R[0], R[0][None]]),
+        lambda: lam([[1.0, 2.0], 3.0]),
+        lambda: lam(values=V1.T[:, :2]),
+        lambda: windows(lengths=LONG[:3], terminated=ENDED),
+        lambda: windows(lengths=-LONG, terminated=ENDED),
+    ],
+)
+def test_errors_without_advice(call):
+    """Where other advice of the same kind would fail."""
+    text, result = said(call)
+    assert text
+    assert result is None
+    assert not ADVICE.search(text), text
+
+
 # ---- All messages are in the table ----------------------------------------------------------------------------------
 
 PACKAGE, SOURCES = Path(gs.__file__).parent, Path(__file__).parents[1] / "csrc"
