@@ -65,6 +65,22 @@ def _has_tangent(tensor: torch.Tensor) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
+def is_captured(device: torch.device) -> bool:
+    """Return True for a GPU while a CUDA graph is captured."""
+    may_be = device.type != "cpu" and is_eager() and torch.cuda.is_available()
+    return may_be and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_in_capture(function: str, name: str, device: torch.device) -> None:
+    """Refuse a scalar on the CPU that has to be on a GPU while a CUDA graph is captured."""
+    if is_captured(device):
+        raise ValueError(
+            f"{function}: {name} must be a number or a tensor on {device} while a CUDA graph is captured, but it is on "
+            "cpu: a replay would copy it again, from memory that may have another use by then; before the capture, "
+            f"write {name} = {name}.to({str(device)!r}), or {name} = {name}.item()"
+        )
+
+
 def check_constant(function: str, name: str, value: torch.Tensor) -> None:
     """Refuse a tensor that requires grad while gradients are recorded, or has a tangent of forward mode."""
     why = why_not_constant(value, name)

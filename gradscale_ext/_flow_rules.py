@@ -86,6 +86,20 @@ def _norm_rule(operator: str) -> Any:
     return rule
 
 
+def _copy_rule(info: Any, in_dims: Dims, scalar: torch.Tensor, *others: Any) -> Any:
+    """The vmap rule of the operator that copies a scalar to a device."""
+    return torch.ops.gradscale_ext.to_device(scalar, *others), in_dims[0]
+
+
+@torch.library.register_fake("gradscale_ext::to_device")  # type: ignore[misc]
+def _copy_shape(
+    scalar: torch.Tensor, function: str, argument: str, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    return scalar.new_empty(scalar.shape, dtype=dtype, device=device)
+
+
+torch.library.register_vmap("gradscale_ext::to_device", _copy_rule)
+
 for _rule, _operators, _overloads in (
     (_elementwise_rule, ("scale_gradient", "reverse_gradient", "clip_gradient_value"), ("", ".tensor")),
     (_norm_rule, _NORMS, ("", ".tensor", ".norm_type")),

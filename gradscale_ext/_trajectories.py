@@ -306,13 +306,8 @@ class Checker:
         if value.dim() == 0:
             if value.device.type != "cpu":
                 self.on_device(name, value)
-            elif self._is_captured():
-                raise ValueError(
-                    f"{self.function}: {name} must be a number or a tensor on {self.device} while a CUDA graph is "
-                    "captured, but it is on cpu: a replay would copy it again, from memory that may have another use "
-                    f"by then; before the capture, write {name} = {name}.to({str(self.device)!r}), or "
-                    f"{name} = {name}.item()"
-                )
+            else:
+                _context.refuse_in_capture(self.function, name, self.device)
             return value
         self.on_device(name, value)
         sizes = self._coefficient_sizes(per_step)
@@ -329,11 +324,6 @@ class Checker:
                 f"but its shape is {written(value.shape)}{remedy}"
             )
         return value
-
-    def _is_captured(self) -> bool:
-        """True while a CUDA graph is captured on the device of rewards."""
-        may_be = self.device.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_available()
-        return may_be and torch.cuda.is_current_stream_capturing()
 
     def _coefficient_sizes(self, per_step: bool) -> tuple[int, int]:
         steps = self.steps if per_step else 1

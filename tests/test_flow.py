@@ -16,12 +16,15 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch._dynamo.testing
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradscale_ext as gs
+from gradscale_ext.capture.graphs import seeming_to_capture
 
 #: torch.compile does not trace all of Python's ways with classes.
 IS_EARLIER = TorchVersion(torch.__version__) < "2.13.0a0"
@@ -716,3 +719,82 @@ def test_a_scale_keeps_its_digits_for_half_gradients_of_one_owner(dtype):
     factor = torch.linspace(1, 2, 1000).to(dtype)
     (gs.scale_gradient(x, 1 / 3) * factor).sum().backward()  # nothing else has the gradient of the product
     assert torch.equal(x.grad, (factor.double() / 3).to(dtype))
+
+
+# ---- Scalars on the CPU for tensors on a GPU -------------------------------------------------------------------------
+
+WITH_SCALARS = {
+    "scale": lambda x, value: gs.scale_gradient(x, value),
+    "max_norm": lambda x, value: gs.clip_gradient_norm(x, value),
+    "norm": lambda x, value: gs.normalize_gradient(x, value),
+    "min": lambda x, value: gs.clip_gradient_value(x, value, None),
+    "max": lambda x, value: gs.clip_gradient_value(x, torch.full((), -1.0, device="meta"), value),
+}
+
+
+class Seen(TorchDispatchMode):
+    """Sees all operations, so that the operators do not read a scalar on the CPU at once."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("argument", WITH_SCALARS)
+def test_a_scalar_on_the_cpu_is_refused_while_a_graph_is_captured(argument):
+    """A graph would repeat the copy to the GPU at each replay, from an address that the host may have reused by then.
+
+    The meta device stands for a GPU."""
+    scalar = torch.tensor(0.5)
+    x = torch.ones(3, device="meta", requires_grad=True)
+
+    def step(value):
+        WITH_SCALARS[argument](x, value).sum().backward()
+
+    with Seen():
+        step(scalar)
+    if argument != "max":  # whose other bound is a tensor on the GPU
+        with seeming_to_capture():
+            step(scalar)  # is read as a number, and copied nowhere
+    with Seen(), seeming_to_capture():
+        step(0.5)
+        step(torch.full((), 0.5, device="meta"))
+        with pytest.raises(ValueError, match=rf"^\w+: {argument} must be a number or a tensor on meta while") as raised:
+            step(scalar)
+    assert f"write {argument} = {argument}.to('meta'), or {argument} = {argument}.item()" in str(raised.value)
+    if argument != "max":
+        with Seen():
+            y = WITH_SCALARS[argument](x, scalar)
+        with seeming_to_capture():
+            y.sum().backward()  # the saved scalar is read as a number, too
+
+
+@pytest.mark.parametrize("argument", WITH_SCALARS)
+def test_a_compiled_graph_refuses_a_scalar_on_the_cpu_while_a_graph_is_captured(argument):
+    """Graphs of compilers have an operator for the copy to the GPU, which the meta device stands for."""
+
+    def gradient(x, value):
+        return torch.autograd.grad(WITH_SCALARS[argument](x, value).sum(), x)[0]
+
+    x = torch.ones(3, device="meta", requires_grad=True)
+    graph = make_fx(gradient)(x, torch.tensor(0.5))
+    assert graph(x, torch.tensor(0.5)).is_meta
+    with (
+        seeming_to_capture(),
+        pytest.raises(ValueError, match=rf"^\w+: {argument} must be a number or a tensor on meta"),
+    ):
+        graph(x, torch.tensor(0.5))
+    on_device = make_fx(gradient)(x, torch.full((), 0.5, device="meta"))
+    with seeming_to_capture():
+        on_device(x, torch.full((), 0.5, device="meta"))
+
+
+def test_the_copy_of_a_scalar_to_a_device():
+    copy = torch.ops.gradscale_ext.to_device
+    scalars = torch.tensor([0.5, 2.0])
+    for mode in (contextlib.nullcontext(), FakeTensorMode(allow_non_fake_inputs=True)):
+        with mode:
+            copied = copy(scalars[0], "scale_gradient", "scale", torch.device("meta"), torch.float64)
+        assert (copied.device.type, copied.shape, copied.dtype) == ("meta", (), torch.float64)
+    on_cpu = torch.func.vmap(lambda value: copy(value, "f", "a", torch.device("cpu"), torch.float64) * 2)(scalars)
+    assert on_cpu.dtype == torch.float64
+    assert on_cpu.tolist() == [1.0, 4.0]

@@ -245,6 +245,14 @@ ScaledNorms norms_by_operations(
   return {norm_along(norms, groups.p, /*dims=*/{0}, /*keepdim=*/false, norms.scalar_type()), largest};
 }
 
+// The names of the operator with this rule, and of its limit.
+constexpr const char* name_of(Rule rule) {
+  return rule == Rule::clip ? "clip_gradient_norm" : "normalize_gradient";
+}
+constexpr const char* limit_name(Rule rule) {
+  return rule == Rule::clip ? "max_norm" : "norm";
+}
+
 at::Tensor rescaled_by_operations(const at::Tensor& incoming, const Value& limit, const NormGroups& groups, Rule rule) {
   // If each group is a single element, the group gets a dimension of size 1.
   const bool single = groups.batch_dims == incoming.dim();
@@ -267,7 +275,7 @@ at::Tensor rescaled_by_operations(const at::Tensor& incoming, const Value& limit
   }
   const auto [norm, scale] = norms_by_operations(elements, pairs, inner, groups);
   const at::ScalarType widest = widest_type(gradient.device());
-  at::Tensor bound = value_like(gradient, limit, widest);
+  at::Tensor bound = value_like(gradient, limit, widest, name_of(rule), limit_name(rule));
   // A bound without dimensions would be rounded to the type of the norms by PyTorch's type promotion.
   const size_t missing = bound.dim() == 0 ? 1 : inner.size();
   for (size_t d = 0; d < missing; ++d) {
@@ -318,9 +326,9 @@ at::Tensor rescaled(at::Tensor gradient, Value limit, const NormGroups& groups, 
 template <Rule rule>
 struct Rescaled {
   static constexpr bool kClips = rule == Rule::clip;
-  static constexpr const char* kName = kClips ? "clip_gradient_norm" : "normalize_gradient";
+  static constexpr const char* kName = name_of(rule);
   static constexpr const char* kNodeName = kClips ? "ClipGradientNormBackward" : "NormalizeGradientBackward";
-  static constexpr const char* kLimit = kClips ? "max_norm" : "norm";
+  static constexpr const char* kLimit = limit_name(rule);
   static constexpr bool kLinear = false;
   static constexpr Overload kOverloads[] = {{"", 0b00}, {"tensor", 0b01}, {"norm_type", 0b11}};
 

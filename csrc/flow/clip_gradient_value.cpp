@@ -19,14 +19,15 @@ double rounded(double number, at::ScalarType dtype) {
 }
 
 // The derivative with respect to a bound is 0; with respect to an element within the bounds, or on one, it is 1.
-at::Tensor clamped(at::Tensor gradient, const Value& lowest, const Value& highest) {
+at::Tensor clamped(const char* name, at::Tensor gradient, const Value& lowest, const Value& highest) {
   const double *low = std::get_if<double>(&lowest), *high = std::get_if<double>(&highest);
   if (low != nullptr && high != nullptr && fused(gradient, {})) {
     const double smallest = rounded(*low, gradient.scalar_type()), largest = rounded(*high, gradient.scalar_type());
     return owned_by_nobody_else(gradient) ? gradient.clamp_(smallest, largest) : gradient.clamp(smallest, largest);
   }
-  const at::Tensor min = value_like(gradient, lowest, widest_type(gradient.device()));
-  const at::Tensor max = value_like(gradient, highest, widest_type(gradient.device()));
+  const at::ScalarType widest = widest_type(gradient.device());
+  const at::Tensor min = value_like(gradient, lowest, widest, name, "min");
+  const at::Tensor max = value_like(gradient, highest, widest, name, "max");
   // Elements whose bounds have no number in between become NaN.
   const at::Tensor lower = at::where(min.le(max), min, std::numeric_limits<double>::quiet_NaN());
   const at::ScalarType precise = precise_type(gradient.scalar_type());
@@ -68,7 +69,7 @@ struct ClipGradientValue {
   }
 
   at::Tensor gradient(at::Tensor incoming) const {
-    return clamped(std::move(incoming), min, max);
+    return clamped(kName, std::move(incoming), min, max);
   }
 
   bool keeps_zeros() const {

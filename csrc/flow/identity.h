@@ -18,6 +18,7 @@
 #include "../torch/compiled_autograd.h"
 #include "../torch/functionalize.h"
 #include "../torch/tensor_element.h"
+#include "../torch/to_device.h"
 
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -76,13 +77,13 @@ inline double rounded_to(double number, at::ScalarType type) {
   return type == at::kFloat ? static_cast<float>(number) : number;
 }
 
-// The value as a tensor of the given type, float or double, on the gradient's device.
-inline at::Tensor value_like(const at::Tensor& gradient, const Value& value, at::ScalarType type) {
-  const at::TensorOptions options = gradient.options().dtype(type);
+// The value of an operator's argument as a tensor of the given type, float or double, on the gradient's device.
+inline at::Tensor value_like(
+    const at::Tensor& gradient, const Value& value, at::ScalarType type, const char* name, const char* argument) {
   if (const double* number = std::get_if<double>(&value)) {
-    return at::scalar_tensor(rounded_to(*number, type), options);
+    return at::scalar_tensor(rounded_to(*number, type), gradient.options().dtype(type));
   }
-  return std::get<at::Tensor>(value).to(options.device(), type, /*non_blocking=*/true);
+  return to_device(std::get<at::Tensor>(value), gradient.device(), type, name, argument);
 }
 
 // True for a tensor whose kind the C++ code knows: not nested, sparse, quantized or of a Python type of its own.
@@ -334,7 +335,7 @@ class OperatorBackward : public SavingNode {
     auto next = tensors.begin();
     for (Value* value : values_of(op)) {
       if (is_tensor(value)) {
-        *value = std::move(*next++);
+        *value = read_if_free(std::move(*next++));
       }
     }
     return op;

@@ -40,7 +40,8 @@ at::Tensor scaled(at::Tensor gradient, double scale) {
     return owned_by_nobody_else(gradient) ? gradient.zero_() : at::zeros_like(gradient);
   }
   if (type == at::kComplexHalf) { // as pairs of numbers, because a complex product rounds the scale to 16 bits
-    return scaled(std::move(gradient), at::scalar_tensor(scale, at::kDouble), /*sign=*/1);
+    const at::Tensor number = at::scalar_tensor(scale, gradient.options().dtype(at::kFloat));
+    return scaled(std::move(gradient), number, /*sign=*/1);
   }
   if (owned_by_nobody_else(gradient)) { // mul_(number) would round the number to a 16-bit gradient's type
     return type == at::kHalf || type == at::kBFloat16 ? gradient.mul_(at::native::wrapped_scalar_tensor(scale))
@@ -59,6 +60,14 @@ void launch_scale(const ScaleCall& call, const OnDevice& device) {
   device.launch("flow/cuda/scale_gradient.cuh", name, (call.count + elements - 1) / elements, kThreads, call);
 }
 
+constexpr const char* name_of(double sign) {
+  return sign > 0 ? "scale_gradient" : "reverse_gradient";
+}
+
+at::Tensor scale_like(const at::Tensor& gradient, const at::Tensor& scale, double sign) {
+  return value_like(gradient, scale, precise_type(gradient.scalar_type()), name_of(sign), "scale");
+}
+
 // sign * g * scale, in the gradient's memory if it has no other owner; empty if the kernels do not accept these
 // tensors. Complex numbers are processed as pairs of numbers with the same scale.
 std::optional<at::Tensor> scaled_by_kernel(const at::Tensor& gradient, const at::Tensor& scale, double sign) {
@@ -68,7 +77,7 @@ std::optional<at::Tensor> scaled_by_kernel(const at::Tensor& gradient, const at:
   const bool on_device = runs_kernels(gradient.device());
   const bool is_read_there =
       on_device && scale.dim() == 0 && scale.scalar_type() == at::kDouble && scale.device() == gradient.device();
-  at::Tensor factor = is_read_there ? scale : value_like(gradient, scale, precise_type(gradient.scalar_type()));
+  at::Tensor factor = is_read_there ? scale : scale_like(gradient, scale, sign);
   if (!fused(gradient, {factor})) {
     return std::nullopt;
   }
@@ -113,7 +122,7 @@ at::Tensor scaled(at::Tensor gradient, const at::Tensor& scale, double sign) {
                              : at::isFloat8Type(gradient.scalar_type()) ? gradient.to(at::kFloat)
                                                                         : gradient;
   // A scale with dimensions takes part in type promotion: 16-bit gradients are multiplied in float, and rounded once.
-  at::Tensor factor = value_like(gradient, scale, precise_type(gradient.scalar_type()));
+  at::Tensor factor = scale_like(gradient, scale, sign);
   if (factor.dim() == 0 && gradient.dim() > 0) {
     factor = factor.unsqueeze(0);
   }
@@ -125,7 +134,7 @@ at::Tensor scaled(at::Tensor gradient, const at::Tensor& scale, double sign) {
 
 template <int sign>
 struct ScaledBy {
-  static constexpr const char* kName = sign > 0 ? "scale_gradient" : "reverse_gradient";
+  static constexpr const char* kName = name_of(sign);
   static constexpr const char* kNodeName = sign > 0 ? "ScaleGradientBackward" : "ReverseGradientBackward";
   static constexpr bool kLinear = true;
   static constexpr Overload kOverloads[] = {{"", 0}, {"tensor", 0b1}};

@@ -3,6 +3,7 @@
 #include "../cuda/empty_tensor.h"
 #include "../torch/gradient_pool.h"
 #include "../torch/tensor_element.h"
+#include "../torch/to_device.h"
 #include "returns.h"
 
 #include <ATen/Parallel.h>
@@ -62,9 +63,16 @@ at::Tensor make_result(int64_t rows, int64_t steps, bool batch_first, const at::
   return empty_tensor(sizes, options);
 }
 
-// The tensor on this device. A scalar on the CPU is copied there, without waiting.
-at::Tensor on_device(const at::Tensor& scalar, c10::Device device) {
-  return scalar.defined() && scalar.device() != device ? scalar.to(device, /*non_blocking=*/true) : scalar;
+// The coefficient on this device.
+at::Tensor on_device(const at::Tensor& coefficient, c10::Device device, const char* function, const char* argument) {
+  return coefficient.defined() ? to_device(coefficient, device, coefficient.scalar_type(), function, argument)
+                               : coefficient;
+}
+
+// The argument of V-trace or Retrace for a clip.
+const char* clip_name(Formula formula, int clip) {
+  constexpr const char* kNames[] = {"clip_rho", "clip_c", "clip_pg_rho"};
+  return formula == Formula::retrace ? "clip_c" : kNames[clip];
 }
 
 // True if lanes run across rows. Then steps of the rewards are not neighbours in memory, and rows are, of the rewards
@@ -77,10 +85,9 @@ bool goes_across(const ReturnsCall& call, bool batch_first) {
 
 // Ratios for the adjoint of Retrace, which multiplies by them: 0 in the first transition of an episode and behind a
 // discount of 0, where no formula reads the given ratio, which may be inf or NaN.
-at::Tensor ratios_that_are_read(const LinearCall& linear) {
+at::Tensor ratios_that_are_read(const LinearCall& linear, at::Tensor discounts) {
   const int step = step_dim(linear.batch_first);
   at::Tensor ratios = linear.ratios.clone();
-  at::Tensor discounts = on_device(linear.discounts, ratios.device());
   if (!discounts.defined() && linear.discount == 0) {
     return ratios.zero_();
   }
@@ -265,7 +272,10 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   TORCH_CHECK(found != inputs.end(), "gradscale_ext::returns: rewards, values and next_values are all missing");
   const at::Tensor& first = *found;
   const c10::Device device = first.device();
-  const at::Tensor discounts = on_device(linear.discounts, device), lambdas = on_device(linear.lambdas, device);
+  const auto formula = static_cast<Formula>(linear.formula);
+  const char* name = kFunctions[linear.formula].name;
+  const at::Tensor discounts = on_device(linear.discounts, device, name, "discount");
+  const at::Tensor lambdas = on_device(linear.lambdas, device, name, "lambda_");
   const at::TensorOptions options = first.options().dtype(
       result_dtype({&inputs[0], &inputs[1], &inputs[2], &linear.ratios, &linear.discounts, &linear.lambdas}));
   ReturnsCall call{};
@@ -274,7 +284,6 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   const bool has_observations = linear.observations && !linear.is_adjoint;
   call.steps = first.size(step) - (has_observations && !inputs[0].defined() ? 1 : 0);
   call.n = std::min(linear.n.expect_int(), call.steps);
-  const auto formula = static_cast<Formula>(linear.formula);
   const bool is_transitions = formula == Formula::n_step_transitions && !linear.is_adjoint;
   call.formula = formula;
   if (has_blocks(call) && !is_transitions) {
@@ -291,14 +300,14 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   read(kDiscount, discounts, linear.discount);
   read(kLambda, lambdas, linear.lambda);
   const bool is_retrace_adjoint = linear.is_adjoint && formula == Formula::retrace;
-  const at::Tensor ratios = is_retrace_adjoint ? ratios_that_are_read(linear) : linear.ratios;
+  const at::Tensor ratios = is_retrace_adjoint ? ratios_that_are_read(linear, discounts) : linear.ratios;
   read(kRatios, ratios, 1);
   read(kTerminated, linear.terminated, 0);
   read(kTruncated, linear.truncated, 0);
   read(kMask, linear.mask, 1);
   std::array<at::Tensor, kClips> clips;
   for (int k = 0; k < kClips; ++k) {
-    clips[k] = on_device(linear.clips[k], device);
+    clips[k] = on_device(linear.clips[k], device, name, clip_name(formula, k));
     TORCH_CHECK(!clips[k].defined() || clips[k].numel() == 1, "gradscale_ext::returns: a clip must have one element");
     call.clips[k] = operand_of(clips[k], linear.limits[k], batch_first);
   }
@@ -367,7 +376,7 @@ std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows) {
   const bool batch_first = windows.batch_first;
   const int step = step_dim(batch_first);
   const c10::Device device = windows.rewards.device();
-  const at::Tensor discounts = on_device(windows.discounts, device);
+  const at::Tensor discounts = on_device(windows.discounts, device, "muzero_targets", "discount");
   const at::Tensor to_play = !windows.to_play.defined() || windows.to_play.scalar_type() == at::kLong
                                  ? windows.to_play
                                  : windows.to_play.to(at::kLong);
