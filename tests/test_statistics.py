@@ -17,12 +17,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradscale_ext as gs
 from gradscale_ext import reference
+from gradscale_ext.capture.graphs import seeming_to_capture
 from gradscale_ext.statistics import gradients as module
+from gradscale_ext.statistics import passes
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NORMS = (1.0, 2.0, 3.14, math.inf)
@@ -825,3 +828,54 @@ def test_a_gradient_that_the_kernels_do_not_accept_is_named_once():
         warnings.simplefilter("error")
         gs.gradient_statistics([TwoTensor(x, x)])
         torch.func.vmap(lambda row: gs.gradient_statistics([row]).norm)(x[None])
+
+
+# ---- Gradients on several devices ------------------------------------------------------------------------------------
+
+ON_SEVERAL_DEVICES = {
+    "gradient_statistics": lambda parameters: gs.gradient_statistics(parameters),
+    "histogram": lambda parameters: gs.gradient_statistics(parameters, histogram=True),
+    "clip_gradients_": lambda parameters: gs.clip_gradients_(parameters, 1.0),
+    "adaptive": lambda parameters: gs.clip_gradients_(parameters, adaptive=0.1),
+}
+
+
+def parameters_on(*devices):
+    parameters = [torch.nn.Parameter(torch.ones(3, device=device)) for device in devices]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    return parameters
+
+
+@pytest.mark.parametrize("name", ON_SEVERAL_DEVICES)
+def test_gradients_on_the_cpu_are_refused_while_a_graph_is_captured(name):
+    """The CPU's part of the statistics is not computed again at a replay, which would copy it from reused memory.
+
+    The meta device stands for a GPU."""
+    with seeming_to_capture():
+        ON_SEVERAL_DEVICES[name](parameters_on("meta", "meta"))
+        with pytest.raises(ValueError, match="all gradients must be on meta while a CUDA graph is captured, but some"):
+            ON_SEVERAL_DEVICES[name](parameters_on("meta", "cpu"))
+
+
+class Copies(TorchDispatchMode):
+    """Collects the destination and the non_blocking of all copies between devices."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.ops.aten._to_copy.default:
+            self.found.append((kwargs["device"].type, kwargs.get("non_blocking", False)))
+        return function(*args, **kwargs)
+
+
+def test_the_host_waits_for_results_that_it_reads():
+    """A copy from a GPU that the host does not wait for is in pinned memory, and not there yet when it is read."""
+    with FakeTensorMode(), Copies() as copies:
+        result = torch.zeros(3, device="cuda")
+        assert passes.moved_to(result.device, result) is result
+        passes.moved_to(result.device, passes.moved_to(torch.device("cpu"), result))
+    assert copies.found == [("cpu", False), ("cuda", True)]

@@ -10,7 +10,7 @@ import torch
 
 from .. import _context, reference
 from .._distributed import is_distributed
-from .passes import by_kernels, clipping_of, in_groups, keys_of, library_for, members_by, on_one_device
+from .passes import by_kernels, clipping_of, in_groups, keys_of, library_for, members_by, moved_to, on_one_device
 from .shards import UnitNorms, groups_with_parts, local_part, merged_over_groups
 
 
@@ -79,7 +79,7 @@ class AdaptiveClipping:
             weight_norms = reference.unit_norms([self._weights[index] for index in missing], self._rows)
             norms.append(torch.stack([torch.zeros_like(weight_norms), weight_norms]))
         self._find_columns(missing)
-        moved = [part.to(statistics[0].device, non_blocking=True) for part in norms]
+        moved = [moved_to(statistics[0].device, part) for part in norms]
         self._units = UnitNorms(moved[0] if len(moved) == 1 else torch.cat(moved, 1), self._shared_columns())
         return merged_over_groups(statistics, self._gradients, 2.0, self._process_group, self._units)
 
@@ -163,7 +163,7 @@ class AdaptiveClipping:
             if not gradients:
                 continue
             end = begin + sum(reference.units_of(gradient, self._rows) for gradient in gradients)
-            own = self._factors[begin:end].to(gradients[0].device, non_blocking=True)
+            own = moved_to(gradients[0].device, self._factors[begin:end])
             begin = end
             is_strided = all(gradient.layout == torch.strided for gradient in gradients)
             library: Any = library_for(gradients) if is_strided else reference

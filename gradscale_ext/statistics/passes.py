@@ -108,6 +108,16 @@ def members_by(keys: Sequence[object]) -> list[list[int]]:
     return list(groups.values()) or [[]]
 
 
+def moved_to(device: torch.device, result: torch.Tensor) -> torch.Tensor:
+    """Copy results of gradients on another device. The host waits for results that it reads."""
+    if result.is_cpu and _context.is_captured(device):
+        raise ValueError(
+            f"gradscale_ext: all gradients must be on {device} while a CUDA graph is captured, but some are on cpu: a "
+            "replay would not compute their norms again; call the function for the gradients of each device"
+        )
+    return result.to(device, non_blocking=device.type != "cpu")
+
+
 def in_groups(
     groups: list[list[int]], member_statistics: Callable[[list[int]], reference.Statistics]
 ) -> reference.Statistics:
@@ -120,7 +130,7 @@ def in_groups(
     for members in groups:
         values, counts = member_statistics(members)
         device = device or values.device
-        moved = [tensor.T.to(device, non_blocking=True) for tensor in (values, counts)]
+        moved = [moved_to(device, tensor.T) for tensor in (values, counts)]
         columns.update((i, list(column)) for i, *column in zip(members, *moved, strict=True))
     values, counts = (torch.stack(rows, 1) for rows in zip(*(columns[i] for i in sorted(columns)), strict=True))
     return values, counts
@@ -129,7 +139,7 @@ def in_groups(
 def histograms_of(gradients: Gradients, counts: torch.Tensor) -> torch.Tensor:
     """Histograms `[N, bins]` of whole gradients that have these counts, on the device of the counts."""
     parts = [gradient if gradient is None else local_part(gradient) for gradient in gradients]
-    octaves = [reference.octaves_of(part, counts.device).to(counts.device, non_blocking=True) for part in parts]
+    octaves = [moved_to(counts.device, reference.octaves_of(part, counts.device)) for part in parts]
     if not octaves:
         return counts.new_zeros((0, reference.HISTOGRAM_BINS))
     return reference.histograms_from(added_over_groups(torch.stack(octaves), gradients), counts)
@@ -144,4 +154,4 @@ def clip(gradients: list[torch.Tensor], clipping: torch.Tensor, skip: bool) -> N
     devices = dict.fromkeys([gradient.device for gradient in gradients])
     for device in devices:
         members = gradients if len(devices) == 1 else [gradient for gradient in gradients if gradient.device == device]
-        library_for(members).clip_units(members, clipping[1:2].to(device, non_blocking=True), False, skip)
+        library_for(members).clip_units(members, moved_to(device, clipping[1:2]), False, skip)
