@@ -1223,7 +1223,7 @@ def test_adaptive_clipping_of_many_tensors(device):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize(("rows", "steps"), [(70, 33), (2, 1100)])
+@pytest.mark.parametrize(("rows", "steps"), [(7, 2), (70, 5), (70, 8), (71, 16), (9, 32), (70, 33), (2, 1100)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_returns(function, rows, steps, dtype, device):
     data = random_data(3, rows, steps, ends=0.05, padding=0.02)

@@ -6,6 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 from test_cuda import device, heads_of, inputs_of
+from test_returns import FLAGS, FUNCTIONS, call
+from test_returns import inputs_of as inputs_of_returns
+from trajectories import random_data
 
 import gradscale_ext as gs
 
@@ -100,3 +103,36 @@ def test_decoded_rows(width, space, dtype, device):
     assert_same(results(x[1:2].repeat(70, 1)), [rows[1:2].expand_as(rows) for rows in together], "repeated")
     for offset in OFFSETS:
         assert_same(results(shifted(x[:9], offset)), few, f"offset {offset}")
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("steps", [1, 5, 8, 9, 16, 17, 32, 40])
+def test_rows_of_trajectories(function, steps, device):
+    """Also next to rows that are not finite, with zeros of both signs, and with negative discounts."""
+    count = 40
+    data = random_data(steps, count, steps, ends=0.1, padding=0.05)
+    data["rewards"][::3] = -0.0
+    data["values"][::3] = 0.0
+    data["next_values"][::3] = -0.0
+    data["discount"][1::4] *= -1
+    data["rewards"][5::8, steps // 2] = float("nan")
+    data["next_values"][7::8, -1] = float("inf")
+    data = {name: value.to(device, None if name in FLAGS else torch.float32) for name, value in data.items()}
+    names = inputs_of_returns(function)
+
+    def results(rows):
+        """The bits of results and gradients."""
+        given = {name: value[rows].contiguous() for name, value in data.items()}
+        inputs = [given[name].detach().requires_grad_() for name in names]
+        own = call(function, given | dict(zip(names, inputs, strict=True)))
+        weights = [torch.linspace(-1, 2, steps, device=device).expand_as(result) for result in own]
+        own = [*(result.detach() for result in own), *torch.autograd.grad(own, inputs, weights)]
+        return [result.view(torch.int32) for result in own]
+
+    together = results(slice(None))
+    alone = [torch.cat(parts) for parts in zip(*(results(slice(k, k + 1)) for k in range(count)), strict=True)]
+    assert_same(alone, together, "alone")
+    moved = list(range(3, count)) + list(range(3))
+    assert_same(results(moved), [rows[moved] for rows in together], "in other places")
+    repeated = results([1] * count)
+    assert_same(repeated, [rows[1:2].expand_as(rows) for rows in together], "repeated")

@@ -190,12 +190,19 @@ void launch_returns(ReturnsCall call, bool across, const OnDevice& device) {
     device.launch("returns/cuda/long_rows.cuh", instance("recur_chunks", arguments), chunks, kThreads, call);
     return;
   }
-  // With at least 16 rows per multiprocessor there are enough warps although each of them owns kAhead rows.
-  const bool is_short = !across && call.steps <= kWarpSize && call.rows >= 16 * multiprocessors();
-  const char* kernel = across ? "recur_across" : is_short ? "recur_short" : "recur_along";
-  const int rows_of_block = across ? kWarpSize : is_short ? kWarps * kAhead : kWarps;
-  const int64_t blocks = blocks_for(call.rows, rows_of_block);
-  device.launch("returns/cuda/recurrences.cuh", instance(kernel, arguments), blocks, kThreads, call);
+  constexpr const char* file = "returns/cuda/recurrences.cuh";
+  if (across || call.steps > kWarpSize) {
+    const int64_t blocks = blocks_for(call.rows, across ? kWarpSize : kWarps);
+    device.launch(file, instance(across ? "recur_across" : "recur_along", arguments), blocks, kThreads, call);
+    return;
+  }
+  // The number of steps alone decides how many lanes have a row, because the order of its sums depends on it.
+  const int lanes = call.steps <= 8 ? 8 : call.steps <= 16 ? 16 : kWarpSize;
+  const int64_t warps = blocks_for(call.rows, kWarpSize / lanes);
+  // With at least 16 warps per multiprocessor there are enough, although each of them takes kAhead turns.
+  const int turns = warps >= 16 * multiprocessors() ? kAhead : 1;
+  const std::string name = instance("recur_short", {type, arguments[1], arguments[2], std::to_string(lanes)});
+  device.launch(file, name, blocks_for(warps, kWarps * turns), kThreads, call);
 }
 
 // True if the length of a row is from 0 to L, and its targets read at most two players.

@@ -111,6 +111,18 @@ def many_tensors() -> Tensors:
     return [statistics.norm, statistics.zeros, loss, *gradients, *tensors]
 
 
+def short_rows() -> Tensors:
+    """Rows of trajectories that share a warp, and the last warps have fewer. One row is not finite."""
+    results = []
+    for rows, steps in ((131, 5), (67, 16), (33, 32)):
+        rewards, values = torch.randn(rows, steps), torch.randn(rows, steps + 1, requires_grad=True)
+        rewards[3, 1] = torch.nan
+        given = {"mask": torch.rand(rows, steps) < 0.9, "ratios": torch.rand(rows, steps)}
+        for result in gs.vtrace(rewards, values, discount=0.9, **given):
+            results += [result, *torch.autograd.grad(result.nansum(), values, retain_graph=True)]
+    return [result.nan_to_num() for result in results]
+
+
 CALLS = {
     "every head, a warp": lambda: every_head(31, torch.float32),
     "every head, half types": lambda: every_head(82, torch.bfloat16),
@@ -126,6 +138,7 @@ CALLS = {
     "rows of NaN": decoded_nan,
     "elements and norms": flow,
     "statistics": many_tensors,
+    "short rows of trajectories": short_rows,
     "chunks of rows": lambda: [
         gs.lambda_returns(torch.randn(2, 2500), torch.randn(2, 2501), discount=0.9, lambda_=0.9)
     ],

@@ -4,8 +4,8 @@
 // sectors are read. The map of a step is y -> a + b y, and the maps of the lanes are composed in five shuffles. A warp
 // loads kAhead x 32 steps before it uses the first.
 //
-// recur_short, for many trajectories [B, T] of at most 32 steps: a warp owns kAhead rows, and loads them before it uses
-// the first.
+// recur_short, for trajectories [B, T] of at most 32 steps: 8, 16 or 32 lanes own a row, so that a warp has 4, 2 or 1
+// rows side by side. It takes up to kAhead turns, and loads the rows of all turns before it uses the first.
 //
 // recur_across, for trajectories [T, B]: neighbouring threads own neighbouring rows. A block owns 32 rows, and each of
 // its warps owns kAhead steps of them at a time. The maps of the warps are composed through shared memory.
@@ -94,9 +94,10 @@ class Row {
     return later;
   }
 
-  // The same numbers, taken from the next lane, which has step t + 1. The last lane uses `beyond`.
+  // The same numbers, taken from the next lane, which has step t + 1. The last lane of the row uses `beyond`.
+  template <int lanes = kWarpSize>
   GRADSCALE_DEVICE Later<A> later_in_lanes(const Transition<L>& s, const Later<A>& beyond, Index t, int lane) const {
-    const bool is_last = lane == kWarpSize - 1;
+    const bool is_last = lane % lanes == lanes - 1;
     Later<A> later{t + 1 < steps, A(0)};
     if constexpr ((given & 1u << kMask) != 0) {
       const unsigned live = __ballot_sync(kWholeWarp, s.live);
@@ -198,33 +199,36 @@ GRADSCALE_DEVICE Map<A> composed(const Map<A>& map, const Map<A>& before) {
   return {applied(map, before.a), OneLane<A>::product(map.b, before.b)};
 }
 
-// Returns x of the lane that is `distance` lanes earlier in the walk, or this lane's x if there is no such lane.
-template <class F, class A>
+// `lanes` neighbours own a row, each a step of it. All lanes of the warp call these functions.
+
+// Returns x of the lane that is `distance` lanes earlier in the walk, or this lane's x if the row has no such lane.
+template <class F, int lanes = kWarpSize, class A>
 GRADSCALE_DEVICE A shifted(A x, int distance) {
-  return F::kAdjoint ? __shfl_up_sync(kWholeWarp, x, distance) : __shfl_down_sync(kWholeWarp, x, distance);
+  return F::kAdjoint ? __shfl_up_sync(kWholeWarp, x, distance, lanes)
+                     : __shfl_down_sync(kWholeWarp, x, distance, lanes);
 }
 
-// The position of a lane in the walk, from 0. The function is its own inverse: turn_of(position) is the lane.
-template <class F>
+// The position of a lane in the walk over its row, from 0. For a position, the lane among those of its row.
+template <class F, int lanes = kWarpSize>
 GRADSCALE_DEVICE int turn_of(int lane) {
-  return F::kAdjoint ? lane : kWarpSize - 1 - lane;
+  return F::kAdjoint ? lane % lanes : lanes - 1 - lane % lanes;
 }
 
 // Returns x of the lane before this one in the walk; `first` for the first lane of the walk.
-template <class F, class A>
+template <class F, int lanes = kWarpSize, class A>
 GRADSCALE_DEVICE A earlier(A x, int lane, A first) {
-  const A other = shifted<F>(x, 1);
-  return turn_of<F>(lane) == 0 ? first : other;
+  const A other = shifted<F, lanes>(x, 1);
+  return turn_of<F, lanes>(lane) == 0 ? first : other;
 }
 
 // The composed map of this lane's step and the steps of all lanes before it. It is not finite if a product is not.
-template <class F, class A>
+template <class F, int lanes = kWarpSize, class A>
 GRADSCALE_DEVICE Map<A> composed_lanes(const Map<A>& map, int lane) {
   A a = map.a, b = map.b;
 #pragma unroll
-  for (int distance = 1; distance < kWarpSize; distance *= 2) {
-    const A other_a = shifted<F>(a, distance), other_b = shifted<F>(b, distance);
-    if (turn_of<F>(lane) >= distance) {
+  for (int distance = 1; distance < lanes; distance *= 2) {
+    const A other_a = shifted<F, lanes>(a, distance), other_b = shifted<F, lanes>(b, distance);
+    if (turn_of<F, lanes>(lane) >= distance) {
       a += b * other_a;
       b *= other_b;
     }
@@ -233,10 +237,10 @@ GRADSCALE_DEVICE Map<A> composed_lanes(const Map<A>& map, int lane) {
 }
 
 // Returns y of each lane, given its step, the step's map, the map that composed_lanes() returns, and y of the step
-// before the first. If a y is not finite, the maps are composed again with selection, so that y keeps its bits where
-// only other episodes have numbers that are not finite. Lanes whose y is still not finite walk their steps, one after
-// the other.
-template <class F, class A>
+// before the first. If a y is not finite, the maps are composed again with selection, so that y is right where only
+// other episodes have numbers that are not finite. Lanes whose y is still not finite walk their steps, one after the
+// other. A finite y keeps its bits, whatever other rows contain.
+template <class F, int lanes = kWarpSize, class A>
 GRADSCALE_DEVICE A
 walk_lanes(const Transition<OneLane<A>>& s, const Map<A>& map, const Map<A>& prefix, A carry, int lane) {
   A y = prefix.a + prefix.b * carry;
@@ -244,22 +248,24 @@ walk_lanes(const Transition<OneLane<A>>& s, const Map<A>& map, const Map<A>& pre
     A a = map.a, b = map.b;
     int is_cut = map.b == 0; // b is 0 by itself, and not because a product underflows
 #pragma unroll 1
-    for (int distance = 1; distance < kWarpSize; distance *= 2) {
-      const A other_a = shifted<F>(a, distance), other_b = shifted<F>(b, distance);
-      const int other_is_cut = shifted<F>(is_cut, distance);
-      if (turn_of<F>(lane) >= distance && is_cut == 0) {
+    for (int distance = 1; distance < lanes; distance *= 2) {
+      const A other_a = shifted<F, lanes>(a, distance), other_b = shifted<F, lanes>(b, distance);
+      const int other_is_cut = shifted<F, lanes>(is_cut, distance);
+      if (turn_of<F, lanes>(lane) >= distance && is_cut == 0) {
         a += b * other_a;
         b *= other_b;
         is_cut = other_is_cut;
       }
     }
-    y = is_cut != 0 ? a : a + b * carry;
+    if (!is_finite(y)) {
+      y = is_cut != 0 ? a : a + b * carry;
+    }
 #pragma unroll 1
-    for (int turn = 0; turn < kWarpSize; ++turn) {
-      if (turn_of<F>(lane) == turn && !is_finite(y)) {
+    for (int turn = 0; turn < lanes; ++turn) {
+      if (turn_of<F, lanes>(lane) == turn && !is_finite(y)) {
         y = walked<F, OneLane<A>>(s, map, carry);
       }
-      carry = __shfl_sync(kWholeWarp, y, turn_of<F>(turn));
+      carry = __shfl_sync(kWholeWarp, y, turn_of<F, lanes>(turn), lanes);
     }
   }
   return y;
@@ -366,33 +372,42 @@ recur_along(GRADSCALE_ARGUMENT(ReturnsCall) call) {
   }
 }
 
-template <class A, class F, Layout layout, unsigned given>
+template <class A, class F, Layout layout, unsigned given, int lanes>
 GRADSCALE_KERNEL(kThreads, 2)
 recur_short(GRADSCALE_ARGUMENT(ReturnsCall) call) {
   using L = OneLane<A>;
   using OwnRow = Row<A, F, layout, given>;
+  using Index = typename OwnRow::Index;
+  constexpr int rows = kWarpSize / lanes; // of a warp in a turn
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const int64_t first = (static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarpSize) * kAhead;
+  const int64_t first = (static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarpSize) * rows;
+  const int64_t next = static_cast<int64_t>(gridDim.x) * kWarps * rows; // rows from a turn to the next
+  // The step of this lane in a turn. A lane without a row has a step behind the last, which is not read.
+  const auto step = [&](int turn) {
+    return first + turn * next + lane / lanes < call.rows ? static_cast<Index>(lane % lanes)
+                                                          : static_cast<Index>(call.steps);
+  };
   Transition<L> steps[kAhead];
 #pragma unroll
   for (int k = 0; k < kAhead; ++k) {
-    if (first + k < call.rows) {
-      steps[k] = OwnRow(call, first + k).template read<false>(lane);
+    if (first + k * next < call.rows) { // the same for all of the warp
+      steps[k] = OwnRow(call, first + k * next + lane / lanes).template read<false>(step(k));
     }
   }
 #pragma unroll
   for (int k = 0; k < kAhead; ++k) {
-    if (first + k < call.rows) {
-      const OwnRow row(call, first + k);
+    if (first + k * next < call.rows) {
+      const OwnRow row(call, first + k * next + lane / lanes);
+      const Index t = step(k);
       Transition<L>& s = steps[k];
-      link(s, row.later_in_lanes(s, Later<A>(), lane, lane));
+      link(s, row.template later_in_lanes<lanes>(s, Later<A>(), t, lane));
       const Map<A> map = F::template map<L>(s);
-      const A y = walk_lanes<F>(s, map, composed_lanes<F>(map, lane), A(0), lane);
-      const A before = kReadsEarlier<F> ? earlier<F>(y, lane, A(0)) : A(0);
+      const A y = walk_lanes<F, lanes>(s, map, composed_lanes<F, lanes>(map, lane), A(0), lane);
+      const A before = kReadsEarlier<F> ? earlier<F, lanes>(y, lane, A(0)) : A(0);
       A out[kOutputs];
       F::template results<L>(s, y, before, out);
-      if (lane < row.steps) {
-        row.write(lane, out);
+      if (t < row.steps) {
+        row.write(t, out);
       }
     }
   }
