@@ -233,11 +233,14 @@ GRADSCALE_DEVICE double plain_power_sum(const T* from, int32_t size, double p, d
   return team.sum(sum);
 }
 
-// The largest of the threads' values, which are not negative; NaN if one is NaN.
+// The larger of two numbers; NaN if one is NaN.
+GRADSCALE_DEVICE double larger_or_nan(double a, double b) {
+  return a > b || a != a ? a : b;
+}
+
+// The largest of the threads' values; NaN if one is NaN.
 GRADSCALE_DEVICE double maximum_or_nan(double value, const Team& team) {
-  const double nans = team.sum(value != value ? 1.0 : 0.0);
-  const double largest = team.maximum(value);
-  return nans > 0 ? static_cast<double>(NAN) : largest;
+  return team.reduced(value, larger_or_nan);
 }
 
 // The largest magnitude; NaN if an element is NaN.
@@ -248,8 +251,7 @@ GRADSCALE_DEVICE double range_maximum(const T* from, int32_t size, const Team& t
   each_window(from, size, team, A(0), [&](const A* values, int32_t) {
 #pragma unroll
     for (int k = 0; k < kVector<T>; ++k) {
-      const double magnitude = std::abs(static_cast<double>(values[k]));
-      largest = magnitude > largest || magnitude != magnitude ? magnitude : largest; // keeps NaN
+      largest = larger_or_nan(std::abs(static_cast<double>(values[k])), largest);
     }
   });
   return maximum_or_nan(largest, team);

@@ -15,24 +15,31 @@ namespace gradscale {
 GRADSCALE_KERNEL(kThreads, 2) find_clipping(GRADSCALE_ARGUMENT(ClippingCall) call) {
   GRADSCALE_SHARED(double, shared, kWarps);
   const Team block = block_team(shared);
-  double largest = 0;
-  int64_t nans = 0;
-  int64_t infs = 0;
-  for (int64_t i = threadIdx.x; i < call.count; i += kThreads) {
-    largest = call.values[i] > largest ? call.values[i] : largest;
-    nans += call.counts[2 * call.count + i];
-    infs += call.counts[3 * call.count + i];
+  constexpr int kAtOnce = 4; // tensors of a thread whose loads are issued before the first is used
+  double largest = 0;        // NaN if there is a NaN in any tensor, inf if there is an inf
+  for (int64_t first = threadIdx.x; first < call.count; first += kAtOnce * kThreads) {
+    double norms[kAtOnce];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const int64_t i = first + k * kThreads < call.count ? first + k * kThreads : first;
+      const int64_t nans = call.counts[2 * call.count + i], infs = call.counts[3 * call.count + i];
+      norms[k] = call.values[i] + ((nans | infs) == 0 ? 0 : nans > 0 ? NAN : INFINITY);
+    }
+#pragma unroll
+    for (const double norm : norms) {
+      largest = larger_or_nan(norm, largest);
+    }
   }
-  largest = block.maximum(largest);
+  largest = maximum_or_nan(largest, block);
   double powers = 0;
-  for (int64_t i = threadIdx.x; i < call.count && largest > 0; i += kThreads) {
-    powers += power_in_norm(call.values[i] / largest, call.p);
+  if (largest > 0 && largest < static_cast<double>(INFINITY)) { // the same for all of the block
+    for (int64_t i = threadIdx.x; i < call.count; i += kThreads) {
+      powers += power_in_norm(call.values[i] / largest, call.p);
+    }
+    powers = block.sum(powers);
   }
-  powers = block.sum(powers);
-  nans = block.sum(nans);
-  infs = block.sum(infs);
   if (threadIdx.x == 0) {
-    const double total = total_norm(largest, powers, call.p, nans, infs);
+    const double total = total_norm(largest, powers, call.p, /*nans=*/largest != largest ? 1 : 0, /*infs=*/0);
     store_clipping(total, max_norm_of(call), call.skip_nonfinite, call.out);
   }
 }
