@@ -3,6 +3,7 @@ compared with eager PyTorch and its compiler.
 
     python bench/gpu.py --results bench/results        # writes bench/results/<name of the GPU>.json
     python bench/gpu.py --cpu-smoke                    # the same code on tiny CPU sizes; the figures mean nothing
+    python bench/gpu.py --define GRADSCALE_RELAXED_POLLS --only "returns, advantages"    # a variant of the kernels
 
 Eager PyTorch, the compiler in its default mode and our code are also captured in CUDA graphs; the compiler's modes
 max-autotune and reduce-overhead capture their own graphs. Times are measured between events on the GPU, over
@@ -53,6 +54,7 @@ import losses
 import pieces
 import steps
 import usual
+from gradscale_ext import _kernels
 
 Call = Callable[[], object]
 Size = tuple[int, int, int, int]
@@ -640,10 +642,14 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=3.4, help="time for everything")
     parser.add_argument("--seconds", type=float, default=0.6, help="time spent on each row of contestants")
     parser.add_argument("--cpu-smoke", action="store_true", help="run everything on tiny sizes of the CPU")
+    parser.add_argument("--only", metavar="TEXT", default="", help="only the groups whose names contain this text")
+    parser.add_argument("--define", metavar="MACRO", help="compile the kernels with this macro, by NVRTC")
     options = parser.parse_args()
     if not options.cpu_smoke and not torch.cuda.is_available():
         parser.error("there is no GPU; --cpu-smoke runs the same code without one")
     device = torch.device("cpu" if options.cpu_smoke else "cuda")
+    if options.define:
+        _kernels.OPTIONS = (*_kernels.OPTIONS, f"-D{options.define}")  # images have other names in the cache then
     path = None
     if device.type == "cuda":
         os.environ.setdefault("TEARDOWN_CUPTI", "1")  # a profiler that keeps running slows all later launches
@@ -651,12 +657,15 @@ def main() -> int:
         torch._dynamo.config.recompile_limit = 64
     if options.results is not None:
         name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu smoke"
+        name = f"{name} {options.define}" if options.define else name
         path = options.results / f"{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}.json"
     seconds = 0.01 if options.cpu_smoke else options.seconds
     bench = Bench(device, path, time.monotonic() + 60 * options.minutes, seconds)
     harness.show_machine()
     failed = []
     for name, least, group in smoke_groups(bench) if options.cpu_smoke else groups(bench):
+        if options.only not in name:
+            continue
         if not bench.has(least, name) or not bench.fits(bytes_needed(name), name):
             continue
         begun = time.monotonic()

@@ -54,10 +54,15 @@ GRADSCALE_HOST_DEVICE int64_t blocks_for_rows(int64_t rows, int32_t threads_per_
   return (rows + rows_per_block - 1) / rows_per_block;
 }
 
-// The number of rows per warp, 1 to 32, that divides `rows` among all resident warps: 24 per multiprocessor. At least 2
-// if there are many rows, because the setup of a warp takes as many instructions as three rows.
+// Warps per multiprocessor among which rows are divided. tests/gpu/run.py says how to measure other numbers.
+#ifndef GRADSCALE_WARPS
+#define GRADSCALE_WARPS 24
+#endif
+
+// The number of rows per warp, 1 to 32, that divides `rows` among all resident warps. At least 2 if there are many
+// rows, because the setup of a warp takes as many instructions as three rows.
 inline int32_t balanced_rows_per_warp(int64_t rows, int64_t multiprocessors) {
-  const int64_t warps = multiprocessors * 24;
+  const int64_t warps = multiprocessors * GRADSCALE_WARPS;
   const int64_t each = warps == 0 ? rows : (rows + warps - 1) / warps;
   const int64_t least = rows > warps / 2 ? 2 : 1;
   return static_cast<int32_t>(each < least ? least : (each > 32 ? 32 : each));

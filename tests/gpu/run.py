@@ -5,6 +5,18 @@
 Needs Python with a CUDA build of PyTorch and NVRTC (included by pip) or nvcc, a C++ compiler, pytest, hypothesis and
 ninja; no network, no other package. Every step has a time limit, and part of the time is reserved for the benchmarks.
 The exit status is 1 if a step failed or timed out; the other steps still run, and all measurements are written.
+
+Some choices in the kernels can only be decided by measuring variants on a GPU:
+
+- polls of earlier chunks (csrc/returns/cuda/long_rows.cuh): measured here with GRADSCALE_RELAXED_POLLS, in a process of
+  its own, for advantages of few long rows; the results are in build/gpu;
+- warps per multiprocessor among which rows are divided (csrc/cuda/row_shape.h): build with another number,
+  `CFLAGS="-O1 -g0 -DGRADSCALE_WARPS=32" make gpu`, and compare the groups "loss" and "decode";
+- lanes for each width of rows: change the tables kLanesOfBins and kLanesOfActions in csrc/cuda/row_shape.cpp, build,
+  and compare "loss" and "decode"; kernels compile for any number of lanes that divides 32;
+- wide rows as a launch of their own: csrc/loss/cuda/launch_loss.cpp gives all rows of a call to one launch, whose
+  registers are those of its largest kind of rows. WideRows in a second launch would cost a launch, and leave lane rows
+  and team rows more warps. It needs a second list of spans, and a second grid.
 """
 
 from __future__ import annotations
@@ -23,8 +35,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LOGS = ROOT / "build" / "gpu"
 #: Seconds reserved for the benchmarks, and for the remaining work after them.
-BENCHMARKS, ENDING = 215.0, 8.0
-#: The tests that are most relevant to a GPU, besides test_cuda.py and tests/gpu; longest first.
+BENCHMARKS, ENDING = 255.0, 8.0
+#: Seconds for each variant of the kernels, out of the time for the benchmarks, and the variants: a macro, and the group
+#: of bench/gpu.py that shows its effect.
+VARIANT = 40.0
+VARIANTS = {"GRADSCALE_RELAXED_POLLS": "returns, advantages"}
+#: The tests that are most relevant to a GPU, besides test_cuda.py, test_cuda_rows.py and tests/gpu; longest first.
 ORDINARY = {
     "test_loss_contexts": [],
     "test_flow_nonlinear": [],
@@ -184,13 +200,18 @@ def main() -> int:
         step("kernels", min(60, before_benchmarks()), "-m", "gradscale_ext", "compile", log="kernels.log")
         step("environment report", min(60, before_benchmarks()), "-m", "gradscale_ext")
         pytest = ["-m", "pytest", "-p", "no:cacheprovider", "-ra", "--durations=5"]
-        step("tests of the GPU", min(200, before_benchmarks()), *pytest, "tests/test_cuda.py", "tests/gpu")
+        own_tests = ("tests/test_cuda.py", "tests/test_cuda_rows.py", "tests/gpu")
+        step("tests of the GPU", min(200, before_benchmarks()), *pytest, *own_tests)
         print(f"==== compute-sanitizer and ordinary tests (at most {before_benchmarks():.0f} s)", flush=True)
         for own in beside_each_other(before_benchmarks()):
             show(own)
             done.append(own)
-        left = end - time.monotonic()
-        step("benchmarks", left, "bench/gpu.py", "--results", str(results), "--minutes", f"{(left - 12) / 60:.2f}")
+        measure = lambda name, seconds, folder, *more: step(
+            name, seconds, "bench/gpu.py", "--results", str(folder), "--minutes", f"{(seconds - 12) / 60:.2f}", *more
+        )
+        measure("benchmarks", end - len(VARIANTS) * VARIANT - time.monotonic(), results)
+        for macro, group in VARIANTS.items():
+            measure(f"variant {macro}", end - time.monotonic(), LOGS, "--define", macro, "--only", group)
     failed = [own for own in done if own.failed()]
     print("\n" + "\n".join(f"{'FAILED' if own in failed else 'ok':>8}  {own.name}: {own.outcome()}" for own in done))
     return 1 if failed else 0

@@ -157,6 +157,7 @@ def compiled(file: str, name: str, major: int, minor: int, errors: list[str]) ->
 
 def outcome(sources: str, call: str) -> tuple[str, str]:
     _kernels.SOURCES = Path(sources)
+    _kernels.OPTIONS = (*_kernels.OPTIONS, *os.environ.get("NVRTC_OPTIONS", "").split())
     _C.set_kernel_images(compiled)
     _C.use_driver_for_cpu(sys.argv[1])
     torch.set_num_threads(1)

@@ -81,6 +81,13 @@ FAULTS = {
         "  to->is_there = 1;",
         IN_GLOBAL,
     ),
+    "polls of chunks without a fence": (
+        "chunks of rows",
+        "returns/cuda/long_rows.cuh",
+        "load_acquired(&from.is_there) == 0",
+        "*static_cast<const volatile uint64_t*>(&from.is_there) == 0",
+        IN_GLOBAL,
+    ),
     "missing barrier between the rows of two blocks": (
         "rows of several blocks in one",
         "loss/cuda/multi_step_loss.cuh",
@@ -170,6 +177,14 @@ def test_results_do_not_depend_on_the_number_of_multiprocessors(driver):
     """A warp has as many rows as divide the rows of a call among all warps of the GPU."""
     calls = [(ROOT / "csrc", call) for call in launches.CALLS if "head" in call or "rows" in call]
     found = [outcomes(driver, calls, PTX_MULTIPROCESSORS=count) for count in ("1", "132")]
+    assert found[0] == found[1]
+
+
+def test_polls_of_chunks_with_one_fence_give_the_same_bits(driver):
+    """A variant that `make gpu` measures."""
+    calls = [(ROOT / "csrc", "chunks of rows")]
+    found = [outcomes(driver, calls, NVRTC_OPTIONS=options) for options in ("", "-DGRADSCALE_RELAXED_POLLS")]
+    assert found[0][0][0] == ""
     assert found[0] == found[1]
 
 
