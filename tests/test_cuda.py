@@ -1239,6 +1239,24 @@ def test_returns(function, rows, steps, dtype, device):
         check_close(ours, truth, dtype, what=function)
 
 
+@pytest.mark.parametrize("function", ["lambda_returns", "vtrace", "retrace"])
+@pytest.mark.parametrize(("rows", "steps"), [(40, 9), (40, 40), (3, 1100)])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("number", [torch.inf, torch.nan])
+def test_returns_of_one_row_that_is_not_finite(function, rows, steps, batch_first, number, device):
+    """Lanes of a warp, and warps of a block, agree on the slower way."""
+    data = {name: value.float() for name, value in random_data(4, rows, steps, ends=0.05).items() if name not in FLAGS}
+    data |= {name: torch.zeros(rows, steps, dtype=torch.bool) for name in FLAGS[:2]}
+    data["mask"] = torch.ones(rows, steps, dtype=torch.bool)
+    data["rewards"][1, steps // 2] = number
+    truth = call(function, {name: x if name in FLAGS else x.double() for name, x in data.items()}, gs.reference)
+    placed = {name: (x if batch_first else x.T).contiguous().to(device) for name, x in data.items()}
+    for ours, expected in zip(call(function, placed, batch_first=batch_first), truth, strict=True):
+        ours = ours if batch_first else ours.T
+        assert not expected.isfinite().all()
+        check_close(ours, expected, torch.float32, what=function)
+
+
 @pytest.mark.parametrize(("rows", "steps", "n"), [(70, 33, 1), (70, 33, 5), (70, 33, 10**12), (2, 1100, 30)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batch_first", [True, False])
