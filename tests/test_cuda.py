@@ -1257,6 +1257,19 @@ def test_returns_of_one_row_that_is_not_finite(function, rows, steps, batch_firs
         check_close(ours, expected, torch.float32, what=function)
 
 
+def test_sums_of_a_long_row_that_overflow_in_a_few_lanes(device):
+    """The sum over a warp's steps is in range, and its parts are not."""
+    steps, overflow, back = 1100, 700, 690
+    rewards, next_values = torch.zeros(2, steps), torch.zeros(2, steps)
+    next_values[:, -1] = 3e38
+    rewards[1, overflow], rewards[1, back] = 1e38, -3e38
+    found = gs.lambda_returns(rewards.to(device), None, next_values.to(device), discount=1.0, lambda_=1.0).cpu()
+    assert (found[0] == next_values[0, -1]).all()
+    assert (found[1, overflow + 1 :] == next_values[1, -1]).all()
+    assert (found[1, back + 1 : overflow + 1] == torch.inf).all()
+    torch.testing.assert_close(found[1, : back + 1], torch.full((back + 1,), 1e38))
+
+
 @pytest.mark.parametrize(("rows", "steps", "n"), [(70, 33, 1), (70, 33, 5), (70, 33, 10**12), (2, 1100, 30)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batch_first", [True, False])
