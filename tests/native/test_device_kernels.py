@@ -137,6 +137,13 @@ FAULTS = {
         "A* out) {\n  if (size % kVector<T> == 0 && first >= 0 && first + size <= width) {",
         "misaligned address 0x.*[48c] of lane",
     ),
+    "lanes of short rows that take the slower way alone": (
+        "short rows of trajectories",
+        "returns/cuda/recurrences.cuh",
+        "  if (__any_sync(kWholeWarp, !is_finite(y))) {",
+        "  if (!is_finite(y)) {",
+        "divergent collective",
+    ),
     "lanes that skip a shuffle": (
         "rows of a block",
         "cuda/rows.cuh",
