@@ -45,7 +45,7 @@ struct NormGroups {
 
 // ---- In C++: two passes over the gradient ---------------------------------------------------------------------------
 
-constexpr int64_t kChunk = 32768; // elements of a group that a thread processes at a time
+constexpr int64_t kElementsPerTask = 32768; // of a group
 
 // True if each group is one dense block of memory, and the blocks follow each other. The order of the elements within a
 // block is free.
@@ -70,20 +70,20 @@ void rescale_groups(const RescaleCall& call) {
     scale_range_kernel(
         gradient.part(begin, size), static_cast<char*>(call.to) + begin * element_size(call.element), by);
   };
-  if (call.size <= kChunk) {
-    at::parallel_for(0, call.groups, std::max<int64_t>(1, kChunk / call.size), [&](int64_t begin, int64_t end) {
+  if (call.size <= kElementsPerTask) {
+    at::parallel_for(0, call.groups, std::max<int64_t>(1, kElementsPerTask / call.size), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const PowerSum sum = power_sum_kernel(gradient.part(i * call.size, call.size), call.p);
         scale(i * call.size, call.size, scaling(call.rule, sum, call.p, limit_of(call, i)));
       }
     });
   } else {
-    const int64_t chunks = (call.size + kChunk - 1) / kChunk;
+    const int64_t chunks = (call.size + kElementsPerTask - 1) / kElementsPerTask;
     const auto for_each_chunk = [&](auto function) {
       at::parallel_for(0, call.groups * chunks, /*grain_size=*/1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
-          const int64_t start = (i % chunks) * kChunk;
-          function(i, i / chunks * call.size + start, std::min(kChunk, call.size - start));
+          const int64_t start = (i % chunks) * kElementsPerTask;
+          function(i, i / chunks * call.size + start, std::min(kElementsPerTask, call.size - start));
         }
       });
     };

@@ -19,7 +19,7 @@ namespace gradscale {
 namespace {
 
 #define GRADSCALE_NUMBER_OF_HEAD(type, name) GRADSCALE_NUMBER(Head, name),
-constexpr Number<Head> kNumbers[] = {GRADSCALE_NUMBERS_OF_HEADS(GRADSCALE_NUMBER_OF_HEAD)};
+constexpr Number<Head> kHeadParameters[] = {GRADSCALE_NUMBERS_OF_HEADS(GRADSCALE_NUMBER_OF_HEAD)};
 #undef GRADSCALE_NUMBER_OF_HEAD
 
 // A weight in a tensor with these dimensions of samples and steps; -1: the tensor has no such dimension.
@@ -55,7 +55,7 @@ Heads::Heads(const std::vector<std::string>& names, const std::vector<double>& n
     TORCH_CHECK(!heads_.empty(), "multi_step_loss: '", names[i], "' is not a kind of head");
     Head& head = heads_.back();
     TORCH_CHECK(
-        set_by_name(kNumbers, head, names[i], numbers[i]) ||
+        set_by_name(kHeadParameters, head, names[i], numbers[i]) ||
             set_by_name(kNumbersOfSupport, head.support, names[i], numbers[i]),
         "multi_step_loss: a head has no number '",
         names[i],

@@ -35,17 +35,17 @@ bool is_sequence(py::handle given) {
 }
 
 // Reads the arguments of a call, or throws a Refusal.
-class Reader {
+class LossReader {
  public:
-  explicit Reader(const Plan& plan) : plan_(plan) {
+  explicit LossReader(const Plan& plan) : plan_(plan) {
   }
 
   // `options` is a tuple in the order of Option.
   Call read(py::handle predictions, py::handle targets, py::handle options) {
     Call call;
     call.heads = &plan_.table;
-    call.predictions = all_entries("prediction", predictions, &Reader::tensor);
-    call.targets = all_entries("target", targets, &Reader::constant);
+    call.predictions = all_entries("prediction", predictions, &LossReader::tensor);
+    call.targets = all_entries("target", targets, &LossReader::constant);
     read_options(options, call);
     const bool records = at::GradMode::is_enabled();
     call.each_prediction([&](const Entries&, const at::Tensor& prediction, size_t) {
@@ -56,7 +56,7 @@ class Reader {
 
  private:
   template <class T>
-  using Read = T (Reader::*)(py::handle, const Part&) const;
+  using Read = T (LossReader::*)(py::handle, const Part&) const;
 
   void require(bool condition, const Part& part, const char* came) const {
     if (!condition) {
@@ -220,13 +220,13 @@ class Reader {
     require(is_by_head(num_entries), {"num_entries"}, "is not a dict");
     call.batch_first = batch_first.ptr() == Py_True;
     steps_ = call.count_steps();
-    read_by_head("step_weights", given(Option::step_weights), call.step_weights, &Reader::step_numbers);
+    read_by_head("step_weights", given(Option::step_weights), call.step_weights, &LossReader::step_numbers);
     const py::handle gradient_scale = given(Option::step_gradient_scale);
-    read_by_head("step_gradient_scale", gradient_scale, call.step_gradient_scale, &Reader::gradient_scale);
-    read_by_head("importance_weights", given(Option::importance_weights), call.importance_weights, &Reader::weights);
-    read_by_head("mask", given(Option::mask), call.mask, &Reader::mask);
-    read_by_head("head_weights", head_weights, call.head_weights, &Reader::head_weight);
-    read_by_head("num_entries", num_entries, call.num_entries, &Reader::num_entries);
+    read_by_head("step_gradient_scale", gradient_scale, call.step_gradient_scale, &LossReader::gradient_scale);
+    read_by_head("importance_weights", given(Option::importance_weights), call.importance_weights, &LossReader::weights);
+    read_by_head("mask", given(Option::mask), call.mask, &LossReader::mask);
+    read_by_head("head_weights", head_weights, call.head_weights, &LossReader::head_weight);
+    read_by_head("num_entries", num_entries, call.num_entries, &LossReader::num_entries);
     read_choice("reduction", given(Option::reduction), call.reduction);
     read_choice("nonfinite", given(Option::nonfinite), call.nonfinite);
   }
@@ -299,7 +299,7 @@ py::object multi_step_loss(
     const std::shared_ptr<Plan>& plan, py::handle predictions, py::handle targets, const py::tuple& options) {
   return answer([&]() -> py::object {
     require_ordinary_context();
-    Call call = Reader(*plan).read(predictions, targets, options);
+    Call call = LossReader(*plan).read(predictions, targets, options);
     {
       py::gil_scoped_release no_gil;
       at::NoGradGuard no_grad;

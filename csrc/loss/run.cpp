@@ -13,7 +13,7 @@ namespace gradscale {
 
 namespace {
 
-struct Chunk {
+struct RowChunk {
   const Segment* segment;
   int64_t begin, end;
 };
@@ -30,9 +30,9 @@ int64_t cost_of(const Segment& segment) {
 }
 
 // Splits the rows into chunks of about equal cost: multiples of kLanes rows, except the last chunk of a segment.
-std::vector<Chunk> chunks_of(const Pass& pass) {
+std::vector<RowChunk> row_chunks(const Pass& pass) {
   constexpr int64_t chunk_elements = 8192;
-  std::vector<Chunk> chunks;
+  std::vector<RowChunk> chunks;
   for (int64_t s = 0; s < pass.num_segments; ++s) {
     const Segment& segment = pass.segments[s];
     const int64_t bundles = std::max<int64_t>(1, chunk_elements / (kLanes * cost_of(segment)));
@@ -54,7 +54,7 @@ void run_rows(const Pass& pass) {
     elements += pass.batch * cost_of(pass.segments[s]);
     widest = std::max({widest, pass.segments[s].width, pass.segments[s].target_width});
   }
-  const std::vector<Chunk> chunks = chunks_of(pass);
+  const std::vector<RowChunk> chunks = row_chunks(pass);
   const size_t most_threads = elements <= serial_elements ? 1 : at::get_num_threads();
   const size_t shares = std::min(most_threads, chunks.size());
   const auto begin_of = [&](size_t share) { return share * chunks.size() / shares; };

@@ -53,11 +53,11 @@ py::object without_gil(Compute compute) {
 }
 
 // Reads the arguments of a call, or throws a Refusal. Values are only looked at on a CPU.
-class Reader {
+class ReturnsReader {
  public:
   static constexpr int64_t kPerRow = std::numeric_limits<int64_t>::min();
 
-  Reader(py::handle rewards, py::handle batch_first) {
+  ReturnsReader(py::handle rewards, py::handle batch_first) {
     require_ordinary_context();
     require(PyBool_Check(batch_first.ptr()), "batch_first", batch_first);
     is_batch_first = batch_first.ptr() == Py_True;
@@ -199,7 +199,7 @@ py::object returns_in_eager_mode(
     py::handle n,
     py::handle batch_first) {
   return answer([&] {
-    const Reader read(rewards, batch_first);
+    const ReturnsReader read(rewards, batch_first);
     LinearCall call{};
     const auto function = static_cast<Formula>(formula);
     call.formula = formula;
@@ -207,9 +207,9 @@ py::object returns_in_eager_mode(
     const bool has_ratios = function == Formula::vtrace || function == Formula::retrace;
     call.observations = next_values.is_none() && function != Formula::n_step_transitions;
     const bool reads_values = call.observations || !(has_n || function == Formula::lambda_returns);
-    Reader::require(!(reads_values && values.is_none()), "values", values);
-    Reader::require(!(call.observations && !truncated.is_none()), "truncated", truncated);
-    Reader::require(!(call.observations && function == Formula::retrace), "next_values", next_values);
+    ReturnsReader::require(!(reads_values && values.is_none()), "values", values);
+    ReturnsReader::require(!(call.observations && !truncated.is_none()), "truncated", truncated);
+    ReturnsReader::require(!(call.observations && function == Formula::retrace), "next_values", next_values);
     call.inputs = {
         read.tensor("rewards", rewards, has_element),
         reads_values ? read.tensor("values", values, has_element, call.observations ? 1 : 0) : at::Tensor(),
@@ -217,17 +217,17 @@ py::object returns_in_eager_mode(
     const at::Tensor unread = reads_values ? at::Tensor() : read.unread_values(values);
     call.batch_first = read.is_batch_first;
     call.ratios = read.constant("ratios", ratios, has_element);
-    Reader::require(call.ratios.defined() == has_ratios, "ratios", ratios);
+    ReturnsReader::require(call.ratios.defined() == has_ratios, "ratios", ratios);
     call.discounts = read.coefficient("discount", discount, -1, call.discount);
     call.lambdas = read.coefficient("lambda_", lambda, 0, call.lambda);
     call.terminated = read.tensor("terminated", terminated, is_bool);
     call.truncated = read.tensor("truncated", truncated, is_bool);
     call.mask = read.tensor("mask", mask, is_bool);
     for (int i = 0; i < 3; ++i) {
-      call.limits[i] = Reader::limit(PyTuple_GET_ITEM(limits.ptr(), i));
+      call.limits[i] = ReturnsReader::limit(PyTuple_GET_ITEM(limits.ptr(), i));
     }
-    const int64_t num_steps = Reader::integer("n", n, 1, 0);
-    Reader::require(has_n == (num_steps > 0), "n", n);
+    const int64_t num_steps = ReturnsReader::integer("n", n, 1, 0);
+    ReturnsReader::require(has_n == (num_steps > 0), "n", n);
     call.n = num_steps;
     return without_gil([&] {
       if (unread.defined() && unread.scalar_type() == at::kDouble) {
@@ -252,31 +252,31 @@ py::object muzero_targets_in_eager_mode(
     py::handle root_reward,
     py::handle batch_first) {
   return answer([&] {
-    const Reader read(rewards, batch_first);
+    const ReturnsReader read(rewards, batch_first);
     const auto is_reward = [&](const char* text) {
       return PyUnicode_Check(reward.ptr()) && PyUnicode_CompareWithASCIIString(reward.ptr(), text) == 0;
     };
     const bool is_prefix = is_reward("value_prefix");
-    Reader::require(is_prefix ? to_play.is_none() : is_reward("reward"), "reward", reward);
+    ReturnsReader::require(is_prefix ? to_play.is_none() : is_reward("reward"), "reward", reward);
     MuZeroWindows windows{};
     windows.rewards = read.constant("rewards", rewards, has_element);
-    Reader::require(!root_values.is_none(), "root_values", root_values);
+    ReturnsReader::require(!root_values.is_none(), "root_values", root_values);
     windows.root_values = read.constant("root_values", root_values, has_element, 1);
-    windows.lengths = read.tensor("lengths", lengths, is_long, Reader::kPerRow);
-    windows.terminated = read.tensor("terminated", terminated, is_bool, Reader::kPerRow);
+    windows.lengths = read.tensor("lengths", lengths, is_long, ReturnsReader::kPerRow);
+    windows.terminated = read.tensor("terminated", terminated, is_bool, ReturnsReader::kPerRow);
     windows.to_play = read.tensor("to_play", to_play, is_integral, 1);
-    windows.root_reward = read.constant("root_reward", root_reward, has_element, Reader::kPerRow);
+    windows.root_reward = read.constant("root_reward", root_reward, has_element, ReturnsReader::kPerRow);
     windows.discounts = read.coefficient("discount", discount, -1, windows.discount, /*per_step=*/false);
-    const int64_t unroll_steps = Reader::integer("num_unroll_steps", num_unroll_steps, 0, -1);
+    const int64_t unroll_steps = ReturnsReader::integer("num_unroll_steps", num_unroll_steps, 0, -1);
     const bool fits_int32 = unroll_steps >= 0 && unroll_steps <= std::numeric_limits<int32_t>::max();
-    Reader::require(fits_int32, "num_unroll_steps", num_unroll_steps);
+    ReturnsReader::require(fits_int32, "num_unroll_steps", num_unroll_steps);
     windows.num_unroll_steps = unroll_steps;
     windows.horizons = read.horizons("td_steps", td_steps, unroll_steps + 1, windows.td_steps);
     const int64_t longest = std::max<int64_t>(1, unroll_steps);
-    const int64_t horizon = Reader::integer("prefix_horizon", prefix_horizon, 1, longest);
+    const int64_t horizon = ReturnsReader::integer("prefix_horizon", prefix_horizon, 1, longest);
     windows.prefix_horizon = is_prefix ? horizon : 0;
     windows.batch_first = read.is_batch_first;
-    Reader::require(!windows.lengths.defined() || windows.terminated.defined(), "terminated", terminated);
+    ReturnsReader::require(!windows.lengths.defined() || windows.terminated.defined(), "terminated", terminated);
     windows.is_checked = windows.rewards.is_cpu();
     return without_gil([&] {
       const at::NoGradGuard no_grad;
