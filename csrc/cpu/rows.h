@@ -53,13 +53,15 @@ void widen_row(const Rows& rows, int64_t row, int64_t width, A* to) {
   });
 }
 
-// Widens the first element of each of `count` rows of T.
-template <class T, class A>
+// Widens the first element of each of `count` rows.
+template <class A>
 void widen_column(const Rows& rows, int64_t first, int64_t count, A* to) {
-  const T* from = static_cast<const T*>(rows.data) + first * rows.stride;
-  for (int64_t i = 0; i < count; ++i) {
-    to[i] = static_cast<A>(to_accumulate(from[i * rows.stride]));
-  }
+  dispatch_element(rows.element, [&](auto type) {
+    const auto* from = static_cast<const decltype(type)*>(rows.data) + first * rows.stride;
+    for (int64_t i = 0; i < count; ++i) {
+      to[i] = static_cast<A>(to_accumulate(from[i * rows.stride]));
+    }
+  });
 }
 
 template <class T>
@@ -265,10 +267,18 @@ template <class A, class Value>
   return sum;
 }
 
-// Writes out[j] = factor * value(load), where load(row) = row[j]. Returns the sum of the squares before rounding.
+// Calls function(T()) for the type T of rows whose sums are of type A.
+template <class A, class Function>
+GRADSCALE_HOST_DEVICE void dispatch_rows(const Rows& rows, Function function) {
+  dispatch_element(rows.element, [&](auto type) {
+    if constexpr (std::is_same_v<A, Accumulate<decltype(type)>>) {
+      function(type);
+    }
+  });
+}
+
 template <class G, class A, class Value>
-double write_gradient(const Rows& gradient, int64_t row, int64_t width, A factor, const Value& value) {
-  G* out = static_cast<G*>(gradient.data) + row * gradient.stride;
+double write_gradient_row(G* out, int64_t width, A factor, const Value& value) {
   const Lanes<A> zero = A(0), factors = factor;
   Lanes<A> squares[2] = {zero, zero};
   each_vector<2>(0, width, elements_before_vectors(out, width), [&](int64_t j, auto lanes, auto chain) {
@@ -278,6 +288,18 @@ double write_gradient(const Rows& gradient, int64_t row, int64_t width, A factor
   });
   const A sum = total(squares[0] + squares[1]);
   return factor_can_wait(sum, factor) ? squared(factor) * sum : squares_in_double<A>(width, factor, value);
+}
+
+// Writes factor * value(load) as element j of the row's gradient, where load(row) = row[j]. Returns the sum of the
+// squares before rounding, whose order of additions depends on the address of the gradient.
+template <class A, class Value>
+double write_gradient(const Rows& gradient, int64_t row, int64_t width, A factor, const Value& value) {
+  double squares = 0;
+  dispatch_rows<A>(gradient, [&](auto type) {
+    auto* out = static_cast<decltype(type)*>(gradient.data) + row * gradient.stride;
+    squares = write_gradient_row(out, width, factor, value);
+  });
+  return squares;
 }
 
 // The sums over j of terms(load), where load(row) = row[j]. `before` as in each_vector().

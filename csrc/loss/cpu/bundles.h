@@ -128,9 +128,7 @@ struct Targets {
 
   Targets(const Segment& s, const Bundle& bundle) {
     double scalars[kLanes] = {};
-    dispatch_element(s.target.element, [&](auto type) {
-      widen_column<decltype(type)>(s.target, bundle.first, bundle.count, scalars);
-    });
+    widen_column(s.target, bundle.first, bundle.count, scalars);
     encode_many(*s.head, bundle, scalars, encoded);
   }
 };
@@ -140,10 +138,9 @@ Ahead ahead_of(const Segment& s, int64_t row) {
   return ahead_of<T>(s.prediction, s.gradient, row);
 }
 
-// Calls run(lane, extremes of its logits, sums) for each row of a bundle in turn.
+// Not inlined, because loops that share a function with the loops of other heads get too few registers.
 template <class T, class A, class Run>
-BundleSums<A> row_by_row(const Segment& s, const Bundle& bundle, Run run) {
-  BundleSums<A> sums;
+[[gnu::noinline]] void run_row_by_row(const Segment& s, const Bundle& bundle, const Run& run, BundleSums<A>& sums) {
   for (int64_t i = bundle.count; i < kLanes; ++i) {
     for (auto& sum : sums.at) {
       sum[i] = 1;
@@ -154,8 +151,15 @@ BundleSums<A> row_by_row(const Segment& s, const Bundle& bundle, Run run) {
     const Extremes<A> extremes = extremes_of<A>(logits, s.width);
     const A magnitude = std::max(-extremes.smallest, extremes.largest); // NaN if `smallest` is NaN
     s.metrics[bundle.first + i] = {0, std::isfinite(magnitude) ? magnitude : largest_finite<A>(logits, s.width)};
-    run(i, extremes, sums);
+    run(T(), i, extremes, sums);
   }
+}
+
+// Calls run(T(), lane, extremes of its logits, sums), where T is the type of the logits, for each row of a bundle.
+template <class A, class Run>
+BundleSums<A> row_by_row(const Segment& s, const Bundle& bundle, const Run& run) {
+  BundleSums<A> sums;
+  dispatch_rows<A>(s.prediction, [&](auto type) { run_row_by_row<decltype(type)>(s, bundle, run, sums); });
   return sums;
 }
 

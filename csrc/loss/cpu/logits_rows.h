@@ -8,7 +8,7 @@ namespace {
 
 // A sparse target: only the bins begin to end - 1 have mass, apart from the label smoothing that every bin gets. Writes
 // the gradient, and stores the sums of the row in a lane of `sums`.
-template <class T, class G, class A, class Target>
+template <class T, class A, class Target>
 void categorical_row(
     const Segment& s,
     const Bundle& bundle,
@@ -57,14 +57,15 @@ void categorical_row(
   const A factor = static_cast<A>(bundle.coefficients[lane]) / softmax.sum + nan;
   const Lanes<A> offset = everywhere * softmax.sum;
   s.metrics[row].gradient_square =
-      write_gradient<G>(s.gradient, row, s.width, factor, [=](auto load) { return gradient(load(values), offset); });
+      write_gradient(s.gradient, row, s.width, factor, [=](auto load) { return gradient(load(values), offset); });
 }
 
-template <class T, class G, class A, class Target>
-[[gnu::noinline]] void categorical_rows(const Segment& s, const Bundle& bundle, const Target* targets, A* scratch) {
-  const BundleSums<A> sums = row_by_row<T, A>(s, bundle, [&](int64_t i, Extremes<A> extremes, BundleSums<A>& row_sums) {
-    categorical_row<T, G>(s, bundle, i, extremes, targets[i], scratch, row_sums);
-  });
+template <class A, class Target>
+void categorical_rows(const Segment& s, const Bundle& bundle, const Target* targets, A* scratch) {
+  const BundleSums<A> sums =
+      row_by_row<A>(s, bundle, [&](auto type, int64_t i, Extremes<A> extremes, BundleSums<A>& row_sums) {
+        categorical_row<decltype(type)>(s, bundle, i, extremes, targets[i], scratch, row_sums);
+      });
   store_losses<false>(s, bundle, sums, CrossEntropy<A, 0>{});
   store_decoded(s, bundle, sums);
 }
@@ -137,7 +138,7 @@ void store_policy(const Segment& s, const Bundle& bundle, const BundleSums<A>& s
   with_entropy<A, kSubtractsEntropy>(s, [&](auto formula) { store_losses<true>(s, bundle, sums, formula); });
 }
 
-template <class T, class G, class A>
+template <class T, class A>
 void soft_cross_entropy_row(
     const Segment& s, const Bundle& bundle, int64_t lane, Extremes<A> extremes, A* scratch, BundleSums<A>& sums) {
   using Formula = CrossEntropy<Lanes<A>, 0>;
@@ -171,18 +172,18 @@ void soft_cross_entropy_row(
   const CrossEntropyFactors<Lanes<A>> factors{
       A(1), row_factors.per_exponential, row_factors.inverse_sum, row_factors.expected};
   with_entropy<Lanes<A>>(s, [&](auto formula) {
-    s.metrics[row].gradient_square = write_gradient<G>(s.gradient, row, width, c, [=](auto load) {
+    s.metrics[row].gradient_square = write_gradient(s.gradient, row, width, c, [=](auto load) {
       return formula.gradient(factors, load(values), load(logits) - maximum, load(target));
     });
   });
 }
 
-// Not inlined, because loops that share a function with the loops of other heads get too few registers.
-template <class T, class G, class A>
-[[gnu::noinline]] void soft_cross_entropy_rows(const Segment& s, const Bundle& bundle, A* scratch) {
-  BundleSums<A> sums = row_by_row<T, A>(s, bundle, [&](int64_t i, Extremes<A> extremes, BundleSums<A>& bundle_sums) {
-    soft_cross_entropy_row<T, G>(s, bundle, i, extremes, scratch, bundle_sums);
-  });
+template <class A>
+void soft_cross_entropy_rows(const Segment& s, const Bundle& bundle, A* scratch) {
+  const BundleSums<A> sums =
+      row_by_row<A>(s, bundle, [&](auto type, int64_t i, Extremes<A> extremes, BundleSums<A>& row_sums) {
+        soft_cross_entropy_row<decltype(type)>(s, bundle, i, extremes, scratch, row_sums);
+      });
   store_policy(s, bundle, sums);
 }
 

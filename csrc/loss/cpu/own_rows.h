@@ -69,7 +69,7 @@ A group_divergence(const CategoricalKL<A>& head, int64_t classes, A* x, A* t) {
   return group_divergence<Mixture::none>(head, classes, x, t);
 }
 
-template <class T, class G, class A>
+template <class A>
 void own_row(const CategoricalKL<A>& head, const Segment& s, int64_t row, double coefficient, A* x) {
   A* t = second_row(x, s.width);
   widen_row(s.prediction, row, s.width, x);
@@ -84,8 +84,7 @@ void own_row(const CategoricalKL<A>& head, const Segment& s, int64_t row, double
     return;
   }
   const A factor = head.factor(divergence, coefficient);
-  s.metrics[row].gradient_square =
-      write_gradient<G>(s.gradient, row, s.width, factor, [=](auto load) { return load(x); });
+  s.metrics[row].gradient_square = write_gradient(s.gradient, row, s.width, factor, [=](auto load) { return load(x); });
 }
 
 // The rows of QuantileHuber. Each lane holds one quantile and loops over all targets, so that pairs are not stored and
@@ -122,9 +121,22 @@ template <class A>
   }
 }
 
-template <class T, class G, class A>
+// Writes the gradients of `count` quantiles. Returns the sum of their squares.
+template <class G, class A>
+double write_slopes(const QuantileLanes<A>& lanes, int64_t count, A factor, G* out) {
+  double squares = 0;
+  for (int64_t k = 0; k < count; ++k) {
+    const A value = lanes.slope[k] * factor;
+    out[k] = from_accumulate<G, A>(value);
+    squares += squared(value);
+  }
+  return squares;
+}
+
+template <class A>
 void own_row(const QuantileHuber<A>& head, const Segment& s, int64_t row, double coefficient, A* targets) {
-  const T* x = row_of<T>(s.prediction, row);
+  A* x = second_row(targets, s.target_width);
+  widen_row(s.prediction, row, s.width, x);
   widen_row(s.target, row, s.target_width, targets);
   const A factor = head.factor(coefficient);
   double loss = 0, squares = 0;
@@ -133,19 +145,19 @@ void own_row(const QuantileHuber<A>& head, const Segment& s, int64_t row, double
     QuantileLanes<A> lanes{};
     for (int64_t k = 0; k < count; ++k) {
       const QuantileWeights<A> weights = head.weights(first + k);
-      lanes.x[k] = static_cast<A>(to_accumulate(x[first + k]));
+      lanes.x[k] = x[first + k];
       lanes.above[k] = weights.above;
       lanes.below[k] = weights.below;
     }
     add_pairs(head, targets, s.target_width, lanes);
-    G* gradient = static_cast<G*>(s.gradient.data) + row * s.gradient.stride + first;
     for (int64_t k = 0; k < count; ++k) {
       loss += lanes.loss[k];
-      if (s.gradient.data != nullptr) {
-        const A value = lanes.slope[k] * factor;
-        gradient[k] = from_accumulate<G, A>(value);
-        squares += squared(value);
-      }
+    }
+    if (s.gradient.data != nullptr) {
+      dispatch_rows<A>(s.gradient, [&](auto type) {
+        auto* out = static_cast<decltype(type)*>(s.gradient.data) + row * s.gradient.stride + first;
+        squares += write_slopes(lanes, count, factor, out);
+      });
     }
   }
   s.loss.store(row, loss);

@@ -3,21 +3,20 @@ namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-// The row in type A: the row itself, or a copy in `scratch`.
-template <class T, class A>
-const A* widened(const T* row, int64_t width, A* scratch) {
-  if constexpr (std::is_same_v<T, A>) {
-    return row;
-  } else {
-    widen(row, width, scratch);
-    return scratch;
+// A row in type A: the row itself, or a copy in `scratch`.
+template <class A>
+const A* widened(const Rows& rows, int64_t row, int64_t width, A* scratch) {
+  if (rows.element == kElementOf<A>) {
+    return row_of<A>(rows, row);
   }
+  widen_row(rows, row, width, scratch);
+  return scratch;
 }
 
-template <class RowHead, class T, class G, class A>
+template <class RowHead, class A>
 void vector_row(const Segment& s, int64_t row, double coefficient, A* scratch) {
   const int64_t width = s.width;
-  const A* x = widened(row_of<T>(s.prediction, row), width, scratch);
+  const A* x = widened(s.prediction, row, width, scratch);
   A* t = second_row(scratch, width); // the target, then the gradient without its factor
   widen_row(s.target, row, width, t);
   transform_many</*inverse=*/false>(s.head->support, width, t);
@@ -46,23 +45,21 @@ void vector_row(const Segment& s, int64_t row, double coefficient, A* scratch) {
     t[j] = head.gradient(x[j], t[j]);
   }
   const A factor = head.factor(coefficient);
-  s.metrics[row].gradient_square =
-      write_gradient<G>(s.gradient, row, width, factor, [=](auto load) { return load(t); });
+  s.metrics[row].gradient_square = write_gradient(s.gradient, row, width, factor, [=](auto load) { return load(t); });
 }
 
 // Rows of one element, vectorised over rows. Whole vectors are computed, because scalar code for the remaining rows
 // may round differently.
-template <class RowHead, class T, class G, class A>
+template <class RowHead, class A>
 void scalar_rows(const Pass& pass, const Segment& s, int64_t begin, int64_t end) {
   constexpr int64_t tile = 64;
   A x[tile] = {}, target[tile] = {}, loss[tile], gradient[tile];
   RowHead head{{1, s.head}};
   for (int64_t first = begin; first < end; first += tile) {
     const int64_t count = end - first < tile ? end - first : tile;
-    widen_column<T>(s.prediction, first, count, x);
+    widen_column(s.prediction, first, count, x);
     if (s.target.data != nullptr) {
-      dispatch_element(
-          s.target.element, [&](auto type) { widen_column<decltype(type)>(s.target, first, count, target); });
+      widen_column(s.target, first, count, target);
     }
     transform_many</*inverse=*/false>(s.head->support, count, target);
     const int64_t lanes = padded_width(count);
@@ -79,10 +76,13 @@ void scalar_rows(const Pass& pass, const Segment& s, int64_t begin, int64_t end)
     }
     s.loss.store(first, count, loss);
     if (s.gradient.data != nullptr) {
-      G* out = static_cast<G*>(s.gradient.data) + first * s.gradient.stride;
-      for (int64_t i = 0; i < count; ++i) {
-        out[i * s.gradient.stride] = from_accumulate<G, A>(gradient[i]);
-      }
+      dispatch_rows<A>(s.gradient, [&](auto type) {
+        using G = decltype(type);
+        G* out = static_cast<G*>(s.gradient.data) + first * s.gradient.stride;
+        for (int64_t i = 0; i < count; ++i) {
+          out[i * s.gradient.stride] = from_accumulate<G, A>(gradient[i]);
+        }
+      });
     }
   }
 }

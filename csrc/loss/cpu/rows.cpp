@@ -35,10 +35,8 @@ namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-template <class T, class G>
-void run_rows_of(const Pass& pass, const Segment& s, int64_t begin, int64_t end, double* memory) {
-  using A = Accumulate<T>;
-  A* scratch = reinterpret_cast<A*>(memory);
+template <class A>
+void run_rows_of(const Pass& pass, const Segment& s, int64_t begin, int64_t end, A* scratch) {
   const bool side_by_side = s.width <= kShortRow;
   const auto bundles = [&](auto run) { each_bundle(pass, s, begin, end, run); };
   const auto each = [&](auto run) {
@@ -48,19 +46,19 @@ void run_rows_of(const Pass& pass, const Segment& s, int64_t begin, int64_t end,
       }
     });
   };
-  const auto scalar = [&](auto tag) { scalar_rows<typename decltype(tag)::Head, T, G, A>(pass, s, begin, end); };
+  const auto scalar = [&](auto tag) { scalar_rows<typename decltype(tag)::Head, A>(pass, s, begin, end); };
   dispatch_kind<A>(
       *s.head,
       [&](auto encode) {
         bundles([&](const Bundle& bundle) {
           const Targets<decltype(encode(0.0))> targets(s, bundle);
           side_by_side ? short_categorical_rows<A>(s, bundle, targets.encoded)
-                       : categorical_rows<T, G>(s, bundle, targets.encoded, scratch);
+                       : categorical_rows(s, bundle, targets.encoded, scratch);
         });
       },
       [&] {
         bundles([&](const Bundle& bundle) {
-          side_by_side ? short_policy_rows<A>(s, bundle) : soft_cross_entropy_rows<T, G>(s, bundle, scratch);
+          side_by_side ? short_policy_rows<A>(s, bundle) : soft_cross_entropy_rows(s, bundle, scratch);
         });
       },
       [&](auto tag) {
@@ -70,26 +68,18 @@ void run_rows_of(const Pass& pass, const Segment& s, int64_t begin, int64_t end,
             return scalar(tag);
           }
         }
-        each([&](int64_t row, double coefficient) { vector_row<RowHead, T, G>(s, row, coefficient, scratch); });
+        each([&](int64_t row, double coefficient) { vector_row<RowHead>(s, row, coefficient, scratch); });
       },
       scalar,
       [&](auto tag) {
         using RowHead = typename decltype(tag)::Head;
-        each(
-            [&](int64_t row, double coefficient) { own_row<T, G>(RowHead(*s.head, s), s, row, coefficient, scratch); });
+        each([&](int64_t row, double coefficient) { own_row(RowHead(*s.head, s), s, row, coefficient, scratch); });
       });
 }
 
 void run_rows(const Pass& pass, const Segment& s, int64_t begin, int64_t end, double* scratch) {
-  dispatch_element(s.prediction.element, [&](auto type) {
-    using T = decltype(type);
-    using A = Accumulate<T>;
-    if (s.gradient.data == nullptr || s.gradient.element == kElementOf<T>) {
-      run_rows_of<T, T>(pass, s, begin, end, scratch);
-    } else {
-      run_rows_of<T, A>(pass, s, begin, end, scratch);
-    }
-  });
+  s.prediction.element == Element::float64 ? run_rows_of(pass, s, begin, end, scratch)
+                                           : run_rows_of(pass, s, begin, end, reinterpret_cast<float*>(scratch));
 }
 
 } // namespace
