@@ -193,8 +193,8 @@ lint: $(VENV)/lint $(VENV)/tidy/units
 # A translation unit is checked again when one of its sources, a header or a check has changed.
 tidy: $(TIDIED)
 
-.SECONDEXPANSION:
-$(VENV)/tidy/%.ok: %.cpp $$(wildcard csrc/$$(*F)/*.cpp) $(filter %.h,$(SOURCES)) .clang-tidy
+$(VENV)/tidy/build/with_torch.ok: $(filter %.cpp,$(SOURCES))
+$(VENV)/tidy/%.ok: %.cpp $(filter %.h,$(SOURCES)) .clang-tidy
 	@mkdir -p $(@D)
 	$(BIN)/clang-tidy --quiet -p $(VENV)/tidy $< 2> $(@:.ok=.log) || { cat $(@:.ok=.log); exit 1; }
 	@touch $@

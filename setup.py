@@ -161,24 +161,18 @@ def compile_arguments() -> tuple[list[str], list[str]]:
 
 
 def translation_units() -> list[str]:
-    """The files to compile: each kernel file, and for each folder one file that includes its other sources.
-
-    PyTorch's headers take two thirds of the compilation of a source. The included sources share them.
-    """
-    units = []
-    for folder in sorted({path.parent for path in ROOT.glob("csrc/**/*.cpp")}):
-        sources = sorted(folder.glob("*.cpp"))
-        alone = [path for path in sources if "#define GRADSCALE_KERNELS" in path.read_text(encoding="utf-8")]
-        shared = [path for path in sources if path not in alone]
-        if len(shared) > 1:
-            unit = ROOT / "build" / "units" / f"{'_'.join(folder.relative_to(ROOT / 'csrc').parts) or 'module'}.cpp"
-            text = "".join(f'#include "../../{path.relative_to(ROOT).as_posix()}"\n' for path in shared)
-            if not unit.exists() or unit.read_text(encoding="utf-8") != text:
-                unit.parent.mkdir(parents=True, exist_ok=True)
-                unit.write_text(text, encoding="utf-8")
-            shared = [unit]
-        units += [path.relative_to(ROOT).as_posix() for path in (*alone, *shared)]
-    return sorted(units, key=lambda unit: unit != "csrc/loss/cpu/rows.cpp")  # it takes the longest: begin with it
+    """The files to compile, in descending order of their compilation times: each file of CPU kernels, and one file that
+    includes all other sources, because PyTorch's headers take most of the compilation of each."""
+    sources = sorted(ROOT.glob("csrc/**/*.cpp"))
+    kernels = [path for path in sources if "#define GRADSCALE_KERNELS" in path.read_text(encoding="utf-8")]
+    kernels.sort(key=lambda path: path != ROOT / "csrc/loss/cpu/rows.cpp")  # it takes the longest
+    unit = ROOT / "build" / "with_torch.cpp"
+    others = [path.relative_to(ROOT).as_posix() for path in sources if path not in kernels]
+    text = "".join(f'#include "../{path}"\n' for path in others)
+    if not unit.exists() or unit.read_text(encoding="utf-8") != text:
+        unit.parent.mkdir(parents=True, exist_ok=True)
+        unit.write_text(text, encoding="utf-8")
+    return [path.relative_to(ROOT).as_posix() for path in (kernels[0], unit, *kernels[1:])]
 
 
 def digest_of_sources() -> str:
