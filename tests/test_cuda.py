@@ -694,6 +694,140 @@ def test_a_uniform_share_next_to_small_probabilities(dtype, unimix, prediction, 
     check_exact(gradient, truth.gradient, truth.gradient_error, "gradient")
 
 
+def divergence_inputs(groups, classes, batch, steps=2):
+    """Predictions and targets of CategoricalKL, alone and next to a head of other rows; no two rows are equal."""
+    generator = torch.Generator().manual_seed(classes)
+    scale = torch.linspace(0.05, 4, batch, dtype=torch.float64)[:, None, None]
+    predictions, targets = {}, {}
+    for name in ("dynamics", "representation"):
+        draw = lambda: torch.randn(batch, groups, classes, generator=generator, dtype=torch.float64) * scale
+        predictions[name] = [draw().requires_grad_() for _ in range(steps)]
+        targets[name] = [draw() for _ in range(steps)]
+    predictions["end"] = [torch.randn(batch, generator=generator).double().requires_grad_() for _ in range(steps)]
+    targets["end"] = [torch.rand(batch, generator=generator).double() for _ in range(steps)]
+    return predictions, targets
+
+
+@pytest.mark.parametrize("unimix", [0.01, 0.0, 1e-34])
+@pytest.mark.parametrize(
+    ("groups", "classes", "batch", "dtype"),
+    [
+        *(
+            (1, 2, 70, torch.float32),
+            (1, 5, 40, torch.bfloat16),
+            (1, 33, 40, torch.float16),
+            (1, 256, 5, torch.float32),
+        ),
+        *((32, 2, 5, torch.bfloat16), (32, 5, 40, torch.float32), (32, 32, 70, torch.float32)),
+        *((32, 32, 40, torch.bfloat16), (32, 33, 5, torch.float32), (32, 64, 5, torch.float16)),
+        *(
+            (33, 5, 5, torch.float16),
+            (33, 32, 5, torch.float32),
+            (33, 64, 5, torch.bfloat16),
+            (3, 100, 40, torch.float32),
+        ),
+        *((3, 257, 5, torch.float32), (2, 600, 5, torch.bfloat16), (5, 9, 40, torch.float64)),
+    ],
+)
+def test_divergences(groups, classes, batch, dtype, unimix, device):
+    """Some rows are below the free nats, some are masked, and weights differ by sample and step."""
+    predictions, targets = divergence_inputs(groups, classes, batch)
+    with torch.no_grad():
+        alone = ({"dynamics": entries["dynamics"]} for entries in (predictions, targets))
+        rows = REFERENCE.multi_step_loss({"dynamics": gs.CategoricalKL()}, *alone).per_step["dynamics"]
+    middle = rows.flatten().sort().values[batch - 1 : batch + 1]
+    free_nats = middle.mean().item()  # between two rows
+    heads = {
+        "dynamics": gs.CategoricalKL(unimix=unimix, free_nats=free_nats),
+        "end": gs.BinaryCrossEntropy(),
+        "representation": gs.CategoricalKL(unimix=unimix, free_nats=free_nats, prediction="p", weight=0.1),
+    }
+    generator = torch.Generator().manual_seed(1)
+    out, found = check(
+        heads,
+        {name: predictions[name] for name in heads},
+        {name: targets[name] for name in heads},
+        device,
+        dtype,
+        target_dtype=dtype,
+        mask=torch.rand(batch, 2, generator=generator) < 0.8,
+        importance_weights=torch.rand(batch, generator=generator, dtype=torch.float64) + 0.5,
+        step_weights=[1.0, 0.5],
+        step_gradient_scale="unroll",
+        grad_output=-0.5,
+    )
+    assert 0 < (out.per_step["dynamics"] == torch.tensor(free_nats, dtype=out.loss.dtype)).sum() < 2 * batch
+    assert sum((gradient != 0).any().item() for gradient in found) == len(found)
+
+
+def test_many_divergences(device):
+    """A warp computes several rows one after the other. Every second one is masked, and has the largest logits."""
+    predictions, targets = ({"kl": entries["dynamics"]} for entries in divergence_inputs(32, 2, 1700, steps=1))
+    mask = torch.arange(1700) % 2 == 1
+    with torch.no_grad():
+        predictions["kl"][0][~mask] *= 20
+    heads = {"kl": gs.CategoricalKL(free_nats=3.0)}
+    out, _ = check(heads, predictions, targets, device, torch.float32, mask=mask[:, None])
+    assert out.per_step["kl"].count_nonzero() == 850
+
+
+@pytest.mark.parametrize("offset", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("prediction", ["q", "p"])
+@pytest.mark.parametrize(("dtype", "target_dtype"), [(torch.float32, torch.float64), (torch.bfloat16, torch.float32)])
+def test_divergences_of_views(dtype, target_dtype, prediction, offset, device):
+    """Rows that are not aligned, with gaps between them, and targets of another type."""
+    predictions, targets = divergence_inputs(33, 12, 33, steps=1)
+
+    def view(rows, dtype):
+        memory = torch.full((33 * 397 + offset,), math.nan, dtype=dtype, device=device)
+        return memory[offset:].view(33, 397)[:, :396].unflatten(1, (33, 12)).copy_(rows)
+
+    head, x, target = gs.CategoricalKL(prediction=prediction), *(e["dynamics"][0] for e in (predictions, targets))
+    ours, own_target = view(x.detach(), dtype).requires_grad_(), view(target, target_dtype)
+    out = gs.multi_step_loss({"kl": head}, {"kl": [ours]}, {"kl": [own_target]}, reduction="sum")
+    exact = ours.detach().cpu().double().requires_grad_()
+    truth = REFERENCE.multi_step_loss(
+        {"kl": head}, {"kl": [exact]}, {"kl": [own_target.cpu().double()]}, reduction="sum"
+    )
+    check_outputs({"kl": head}, out, truth, dtype)
+    found, expected = (torch.autograd.grad(loss, leaf)[0] for loss, leaf in ((out.loss, ours), (truth.loss, exact)))
+    check_close(found, expected, dtype, scale=largest(expected))
+
+
+@pytest.mark.parametrize("prediction", ["q", "p"])
+@pytest.mark.parametrize(("groups", "classes"), [(1, 5), (32, 32), (33, 33), (2, 300)])
+def test_divergences_of_classes_without_probability(groups, classes, prediction, device):
+    """One class, the classes of one lane, or all but one have probability 0, in one distribution or in both. A group
+    whose logits are NaN, or all -inf, makes its row NaN, and no other."""
+    predictions, targets = ({"kl": entries["dynamics"]} for entries in divergence_inputs(groups, classes, 7, steps=1))
+    x, target = predictions["kl"][0], targets["kl"][0]
+    places = torch.arange(classes)
+    with torch.no_grad():
+        x[0, 0, 1] = target[1, -1, -1] = -math.inf
+        x[2, 0, places % 4 == 1] = target[2, 0, places % 4 == 1] = -math.inf
+        x[3, -1, 1:] = target[4, -1, :-1] = -math.inf
+    head = {"kl": gs.CategoricalKL(prediction=prediction)}
+    out, _ = check(head, predictions, targets, device, torch.float32)
+    assert out.per_step["kl"].isfinite().all()
+    with torch.no_grad():
+        x[5, -1], target[6, 0, 0] = -math.inf, math.nan
+    out = gs.multi_step_loss(
+        head, converted(predictions, device, torch.float32), converted(targets, device, torch.float32)
+    )
+    assert out.per_step["kl"].isfinite()[:, 0].tolist() == [True] * 5 + [False] * 2
+
+
+@pytest.mark.parametrize("prediction", ["q", "p"])
+@pytest.mark.parametrize("unimix", [0.01, 0.0])
+def test_the_divergence_of_equal_distributions_is_zero(unimix, prediction, device):
+    x = torch.randn(40, 32, 32, generator=torch.Generator().manual_seed(0)).to(device) * 5
+    leaf = x.clone().requires_grad_()
+    head = {"kl": gs.CategoricalKL(unimix=unimix, prediction=prediction)}
+    loss = gs.multi_step_loss(head, {"kl": [leaf]}, {"kl": [x]}, reduction="sum").loss
+    assert loss.item() == 0
+    assert torch.autograd.grad(loss, leaf)[0].abs().max() <= 1e-6  # a sum of 32 probabilities, rounded
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_edges_of_targets_and_logits(dtype, device):
     """Infinite targets map to the end bins; illegal actions cost nothing; an invalid class gives NaN."""

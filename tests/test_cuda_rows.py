@@ -52,11 +52,35 @@ def test_losses_of_rows(name, width, dtype, device):
     x, target = predictions[name][0].detach().to(device, dtype), targets[name][0].to(device)
     if target.is_floating_point():
         target = target.to(torch.promote_types(dtype, F32))
+    assert_invariant(head, x, target, lambda rows: rows)
+
+
+# (groups, classes) whose groups belong to 1 to 32 lanes and to a team of threads, and whose rows to 1 to 32 lanes.
+@pytest.mark.parametrize("name", ["prior", "posterior"])
+@pytest.mark.parametrize(
+    ("groups", "classes", "dtype"),
+    [
+        *((1, 2, F32), (32, 2, BF16), (33, 5, F32), (3, 16, BF16), (1, 33, BF16), (33, 33, F32), (32, 32, F32)),
+        *((32, 32, BF16), (2, 64, BF16), (1, 256, F32), (3, 257, F32), (3, 9, F64)),
+    ],
+)
+def test_divergences_of_rows(groups, classes, dtype, name, device):
+    generator = torch.Generator().manual_seed(0)
+    x, target = (torch.randn(70, groups * classes, generator=generator).to(device, dtype) * 3 for _ in range(2))
+    assert_invariant(heads_of(classes)[name], x, target, lambda rows: rows.unflatten(-1, (groups, classes)))
+
+
+def assert_invariant(head, x, target, row_of):
+    """Compare the results of rows `x` alone, among others, repeated, stacked, and at offsets. `row_of` gives rows the
+    shape that the head expects."""
+    count, width = x.shape
+    target_row = row_of if target.shape == x.shape else lambda rows: rows
 
     def results(logits, own_target):
         """Losses, decoded values or entropies, and gradients, with a row for each entry."""
         leaf, steps = logits.detach().requires_grad_(), logits.dim() == 3
-        entries, own_targets = ({"head": given if steps else [given]} for given in (leaf, own_target))
+        rows, own_target = row_of(leaf), target_row(own_target)
+        entries, own_targets = ({"head": given if steps else [given]} for given in (rows, own_target))
         out = gs.multi_step_loss({"head": head}, entries, own_targets, reduction="none")
         details = [field["head"] for field in (out.expected, out.entropy) if "head" in field]
         gradient = torch.autograd.grad(out.loss.sum(), leaf)[0]

@@ -76,7 +76,13 @@ def test_each_formula_is_in_one_file():
 
 # Parts of the cross-entropy of a row of logits, and the only files of csrc/loss and csrc/formulas that may have them.
 # CategoricalKL (own_heads.h and its rows) and BinaryCrossEntropy (regression_heads.h) are other losses with logarithms.
-OTHER_LOSSES = {"loss/own_heads.h", "loss/cpu/own_rows.h", "loss/cuda/own_rows.cuh", "loss/regression_heads.h"}
+OTHER_LOSSES = {
+    "loss/own_heads.h",
+    "loss/cpu/own_rows.h",
+    "loss/cuda/own_rows.cuh",
+    "loss/cuda/divergence_rows.cuh",
+    "loss/regression_heads.h",
+}
 CROSS_ENTROPY = {
     r"\bstd::log\(|\blog_normal\(": {"formulas/cross_entropy.h", *OTHER_LOSSES},
     r"\bproduct\(|== -\S*INFINITY": {"formulas/cross_entropy.h", *OTHER_LOSSES},

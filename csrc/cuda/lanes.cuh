@@ -351,8 +351,8 @@ GRADSCALE_DEVICE float lane_maximum(float value) {
   return value;
 }
 
-template <int lanes>
-GRADSCALE_DEVICE float lane_sum(float value) {
+template <int lanes, class T>
+GRADSCALE_DEVICE T lane_sum(T value) {
 #pragma unroll
   for (int distance = lanes / 2; distance > 0; distance /= 2) {
     value += __shfl_xor_sync(kWholeWarp, value, distance);

@@ -60,8 +60,9 @@ RowLanes lanes_of(
   return {};
 }
 
-// The lanes for rows that are too wide for a warp: all of a block, if its registers are enough.
-RowLanes block_lanes(int64_t width, const Rows& logits, const Rows& gradient, const Rows& target) {
+// The largest packet that divides `width`, and has at most 16 bytes of each of these rows. per_row is 0 if elements of
+// rows are not aligned, or float64 logits.
+RowLanes wide_packets(int64_t width, const Rows& logits, const Rows& gradient, const Rows& target) {
   const auto bytes_of = [](const Rows& rows) { return rows.data == nullptr ? 0 : element_size(rows.element); };
   const int64_t largest = std::max<int64_t>({bytes_of(logits), bytes_of(gradient), bytes_of(target)});
   const auto all_aligned = [&](int64_t packet) {
@@ -71,9 +72,16 @@ RowLanes block_lanes(int64_t width, const Rows& logits, const Rows& gradient, co
   while (width % (2 * packet) == 0 && 2 * packet * largest <= 16) {
     packet *= 2;
   }
-  const int64_t packets = (width + packet * kRowThreads - 1) / (packet * kRowThreads);
-  const bool has_registers = logits.element != Element::float64 && packets * packet <= kMostWideLogits;
-  return has_registers && all_aligned(1) ? RowLanes{kRowThreads, packet, all_aligned(packet)} : RowLanes{};
+  const bool is_possible = logits.element != Element::float64 && all_aligned(1);
+  return {is_possible ? 1 : 0, packet, all_aligned(packet)};
+}
+
+// The lanes for rows that are too wide for a warp: all of a block, if its registers are enough.
+RowLanes block_lanes(int64_t width, const Rows& logits, const Rows& gradient, const Rows& target) {
+  RowLanes lanes = wide_packets(width, logits, gradient, target);
+  const int64_t packets = (width + lanes.packet * kRowThreads - 1) / (lanes.packet * kRowThreads);
+  lanes.per_row = packets * lanes.packet <= kMostWideLogits ? lanes.per_row * kRowThreads : 0;
+  return lanes;
 }
 
 } // namespace
@@ -87,6 +95,18 @@ RowLanes action_lanes(int64_t width, const Rows& logits, const Rows& gradient, c
   return lanes.per_row != 0 || width <= std::end(kLanesOfActions)[-1].widest
              ? lanes
              : block_lanes(width, logits, gradient, target);
+}
+
+RowLanes group_lanes(int64_t groups, int64_t classes, const Rows& logits, const Rows& gradient, const Rows& target) {
+  RowLanes lanes = wide_packets(classes, logits, gradient, target);
+  if (lanes.per_row == 0 || classes > 32 * kMostClassesOfLane) {
+    return {};
+  }
+  lanes.per_row = lanes_of_group(static_cast<int32_t>(classes), lanes.packet);
+  for (int64_t teams = 1; teams < groups && lanes.per_row < 32; teams *= 2) {
+    lanes.per_row *= 2;
+  }
+  return lanes;
 }
 
 } // namespace gradscale

@@ -86,6 +86,19 @@ struct RowLanes {
 RowLanes bin_lanes(int64_t width, const Rows& logits, const Rows& gradient);
 RowLanes action_lanes(int64_t width, const Rows& logits, const Rows& gradient, const Rows& target);
 
+// The lanes for rows of groups of `classes` logits, with targets and gradients of the same shape.
+RowLanes group_lanes(int64_t groups, int64_t classes, const Rows& logits, const Rows& gradient, const Rows& target);
+
+// The number of lanes that own a group in packets of `packet` classes: as few as have at most kMostClassesOfLane each.
+constexpr int32_t kMostClassesOfLane = 8;
+constexpr int32_t lanes_of_group(int32_t classes, int32_t packet) {
+  int32_t lanes = 1;
+  while (kMostClassesOfLane * lanes < (classes + packet - 1) / packet * packet) {
+    lanes *= 2;
+  }
+  return lanes;
+}
+
 // A thread of a block that owns a row keeps at most this number of logits, and of 32-bit words of logits and targets.
 constexpr int kMostWideLogits = 160, kMostWideWords = 128;
 

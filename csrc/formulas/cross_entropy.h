@@ -27,6 +27,9 @@ enum RowOptions : int32_t {
   kEntropy = 2,          // entropy_weight
   kSubtractsEntropy = 4, // subtract_target_entropy
   kRawCenters = 8,       // the support is raw; set for LossRows only
+  kPredictsP = 16,       // predicts_p, and the Mixture if there is one; set for DivergenceRows only
+  kMixesProbabilities = 32,
+  kMixesLogarithms = 64,
 };
 
 constexpr float kLowest = -3e38f; // replaces -inf, because 0 * -inf is NaN

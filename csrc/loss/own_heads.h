@@ -45,18 +45,31 @@ struct CategoricalKL {
   bool predicts_p;
   double free_nats;
 
-  GRADSCALE_HOST_DEVICE CategoricalKL(const Head& head, const Segment& s)
+  // `mixture` is mixture_of(head, classes), which kernels are compiled for.
+  GRADSCALE_HOST_DEVICE CategoricalKL(const Head& head, int64_t classes, Mixture mixture)
       : share(static_cast<A>(1 - head.unimix)),
-        everywhere(static_cast<A>(head.unimix / static_cast<double>(s.last_size))),
-        mixture(head.unimix == 0 ? Mixture::none : Mixture::probabilities),
+        everywhere(share_of_class(head, classes)),
+        mixture(mixture),
         predicts_p(head.predicts_p),
         free_nats(head.free_nats) {
+    if (mixture == Mixture::logarithms) {
+      log_everywhere = static_cast<A>(std::log(head.unimix) - std::log(static_cast<double>(classes)));
+    }
+  }
+  GRADSCALE_HOST_DEVICE CategoricalKL(const Head& head, const Segment& s)
+      : CategoricalKL(head, s.last_size, mixture_of(head, s.last_size)) {
+  }
+
+  GRADSCALE_HOST_DEVICE static A share_of_class(const Head& head, int64_t classes) {
+    return static_cast<A>(head.unimix / static_cast<double>(classes));
+  }
+  GRADSCALE_HOST_DEVICE static Mixture mixture_of(const Head& head, int64_t classes) {
     // Next to a smaller share, an exponential that was rounded to 0 would be missed.
     constexpr A smallest = std::numeric_limits<A>::min() * static_cast<A>(int64_t(1) << std::numeric_limits<A>::digits);
-    if (mixture == Mixture::probabilities && everywhere < smallest) {
-      mixture = Mixture::logarithms;
-      log_everywhere = static_cast<A>(std::log(head.unimix) - std::log(static_cast<double>(s.last_size)));
+    if (head.unimix == 0) {
+      return Mixture::none;
     }
+    return share_of_class(head, classes) < smallest ? Mixture::logarithms : Mixture::probabilities;
   }
 
   // The terms of one class, from the exponentials of prediction and target. Unless probabilities are mixed, the
@@ -71,9 +84,10 @@ struct CategoricalKL {
       const GroupSoftmax<A>& t) const {
     const A softmax = x_exponential * x.inverse_sum, other_softmax = t_exponential * t.inverse_sum;
     if constexpr (kind == Mixture::probabilities) {
-      const A predicted = softmax * share + everywhere, wanted = other_softmax * share + everywhere;
+      const A predicted = x_exponential * (share * x.inverse_sum) + everywhere;
+      const A wanted = t_exponential * (share * t.inverse_sum) + everywhere;
       const A p = predicts_p ? predicted : wanted, q = predicts_p ? wanted : predicted;
-      const A ratio = p / q, log_ratio = log_normal(ratio);
+      const A ratio = quotient(p, q), log_ratio = log_normal(ratio);
       return {p * log_ratio, softmax, softmax * (predicts_p ? log_ratio : ratio)};
     } else {
       A log_predicted = prediction_below - x.log_sum, log_wanted = target_below - t.log_sum;

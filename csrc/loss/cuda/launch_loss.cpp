@@ -4,6 +4,7 @@
 #include "../../formulas/cross_entropy.h"
 #include "../../support/kernels.h"
 #include "../call.h"
+#include "../own_heads.h"
 
 #include <algorithm>
 #include <map>
@@ -30,13 +31,14 @@ struct RowSpecification {
   std::optional<Element> target;   // a distribution over the logits, or an int64 class; none: something else
   std::optional<Element> gradient; // none: not wanted, or its type is read when the kernel runs
   int32_t width;                   // 0: code for all widths
-  int32_t lanes;  // that own a row: of a warp (LossRows), or a block (WideRows); 0: a team of threads (TeamRows)
+  int32_t groups;                  // of a row in DivergenceRows
+  int32_t lanes;  // that own a row: of a warp (LossRows, DivergenceRows), or a block (WideRows); 0: a team (TeamRows)
   int32_t packet; // as in RowLanes, like the next one
   bool at_once;
   int32_t options; // bits of RowOptions
 
   auto members() const {
-    return std::tie(kind, logits, target, gradient, width, lanes, packet, at_once, options);
+    return std::tie(kind, logits, target, gradient, width, groups, lanes, packet, at_once, options);
   }
   bool operator==(const RowSpecification& other) const {
     return members() == other.members();
@@ -57,6 +59,10 @@ constexpr double kLargestSigmaOfLanes = 2;
 RowLanes lanes_of(const Segment& segment) {
   const Head& head = *segment.head;
   const Rows& target = segment.target;
+  if (head.kind == Kind::categorical_kl) {
+    const int64_t groups = segment.width / segment.last_size;
+    return group_lanes(groups, segment.last_size, segment.prediction, segment.gradient, target);
+  }
   if (!has_logits(head.kind) || !has_small_centers(head.support) || !is_aligned({target.data, 0, target.element}, 1)) {
     return {};
   }
@@ -70,7 +76,15 @@ RowLanes lanes_of(const Segment& segment) {
   return has_few_bins ? bin_lanes(segment.width, segment.prediction, segment.gradient) : RowLanes{};
 }
 
-int32_t options_of(const Head& head) {
+int32_t options_of(const Segment& segment) {
+  const Head& head = *segment.head;
+  if (head.kind == Kind::categorical_kl) {
+    const bool is_double = segment.prediction.element == Element::float64;
+    const Mixture mixture = is_double ? CategoricalKL<double>::mixture_of(head, segment.last_size)
+                                      : CategoricalKL<float>::mixture_of(head, segment.last_size);
+    return (head.predicts_p ? kPredictsP : 0) | (mixture == Mixture::probabilities ? kMixesProbabilities : 0) |
+           (mixture == Mixture::logarithms ? kMixesLogarithms : 0);
+  }
   const bool is_policy = head.kind == Kind::soft_cross_entropy;
   return (has_logits(head.kind) && head.label_smoothing != 0 ? kSmoothing : 0) |
          (is_policy && head.entropy_weight != 0 ? kEntropy : 0) |
@@ -84,6 +98,14 @@ std::string RowSpecification::name() const {
   }
   const auto name_of = [](std::optional<Element> type) { return type ? type_name(*type) : "void"; };
   const std::vector<std::string> types{type_name(logits), name_of(target), name_of(gradient)};
+  if (kind == Kind::categorical_kl) {
+    std::vector<std::string> arguments = types;
+    for (const int32_t number : {groups, width / groups, lanes, packet}) {
+      arguments.push_back(std::to_string(number));
+    }
+    arguments.insert(arguments.end(), {at_once ? "true" : "false", std::to_string(options)});
+    return instance("DivergenceRows", arguments);
+  }
   const std::string of_width = std::to_string(width), of_packet = std::to_string(packet),
                     access = at_once ? "true" : "false", bits = std::to_string(options);
   if (lanes == kRowThreads) {
@@ -98,12 +120,13 @@ RowSpecification specification_of(const Segment& segment) {
   RowSpecification result{};
   result.kind = segment.head->kind;
   result.logits = segment.prediction.element;
-  result.options = options_of(*segment.head);
+  result.options = options_of(segment);
   const RowLanes lanes = lanes_of(segment);
+  const bool is_divergence = result.kind == Kind::categorical_kl;
   if (lanes.per_row == 0) {
     return result;
   }
-  if (result.kind == Kind::soft_cross_entropy) {
+  if (result.kind == Kind::soft_cross_entropy || is_divergence) {
     result.target = segment.target.element;
   }
   if (segment.gradient.data != nullptr) {
@@ -113,6 +136,7 @@ RowSpecification specification_of(const Segment& segment) {
     result.options |= kRawCenters;
   }
   result.width = static_cast<int32_t>(segment.width);
+  result.groups = is_divergence ? static_cast<int32_t>(segment.width / segment.last_size) : 1;
   result.lanes = lanes.per_row;
   result.packet = lanes.packet;
   result.at_once = lanes.at_once;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "../kinds.h"
+#include "divergence_rows.cuh"
 #include "lane_losses.cuh"
 #include "own_rows.cuh"
 #include "team_rows.cuh"
@@ -21,7 +22,7 @@ namespace gradscale {
 // T is the type of predictions.
 template <Kind kind, class T, int options>
 struct TeamRows {
-  static constexpr int kBlocks = 2;
+  static constexpr int kBlocks = 4;
   static constexpr int kSharedBytes = 0;
 
   GRADSCALE_DEVICE static void run(const BlockOfRows& block) {
@@ -37,7 +38,7 @@ struct TeamRows {
         [&] { logits_row<T, options>(task, ActionsOfRow<A>{task.target, task.width}); },
         [&](auto type) { vector_row<typename decltype(type)::Head, T, A>(task); },
         [&](auto type) { scalar_row<typename decltype(type)::Head, T, A>(task); },
-        [&](auto type) { own_row<T>(typename decltype(type)::Head(block.head, block.segment), task); });
+        [&](auto type) { own_row<T, options>(type, task); });
   }
 };
 

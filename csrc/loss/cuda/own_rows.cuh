@@ -1,7 +1,8 @@
-// Rows of heads with a loop of their own: CategoricalKL, QuantileHuber.
+// Rows of heads with a loop of their own: CategoricalKL, where divergence_rows.cuh has no kernel, and QuantileHuber.
 #pragma once
 
-#include "../own_heads.h"
+#include "../kinds.h"
+#include "divergence_rows.cuh"
 #include "team_rows.cuh"
 
 namespace gradscale {
@@ -148,28 +149,13 @@ GRADSCALE_DEVICE PartOfDivergence row_divergence(const CategoricalKL<A>& head, c
   return part;
 }
 
-template <Mixture mixture, class T, class A>
-GRADSCALE_DEVICE PartOfDivergence row_divergence(const CategoricalKL<A>& head, const RowTask& task, int threads) {
-  return head.predicts_p ? row_divergence<mixture, true, T>(head, task, threads)
-                         : row_divergence<mixture, false, T>(head, task, threads);
-}
-
-template <class T, class A>
-GRADSCALE_DEVICE void own_row(const CategoricalKL<A>& head, const RowTask& task) {
+template <class T, int options, class A>
+GRADSCALE_DEVICE void own_row(RowOf<CategoricalKL<A>>, const RowTask& task) {
+  constexpr Mixture mixture = mixture_of(options);
   const Segment& s = task.block.segment;
+  const CategoricalKL<A> head(task.block.head, s.last_size, mixture);
   const int threads = team_size(static_cast<int32_t>(s.last_size), task.team.size);
-  PartOfDivergence part;
-  switch (head.mixture) {
-    case Mixture::none:
-      part = row_divergence<Mixture::none, T>(head, task, threads);
-      break;
-    case Mixture::probabilities:
-      part = row_divergence<Mixture::probabilities, T>(head, task, threads);
-      break;
-    case Mixture::logarithms:
-      part = row_divergence<Mixture::logarithms, T>(head, task, threads);
-      break;
-  }
+  const PartOfDivergence part = row_divergence < mixture, (options & kPredictsP) != 0, T > (head, task, threads);
   const double divergence = task.team.sum(part.divergence);
   const double gradient_square = divergence < head.free_nats ? 0 : part.gradient_square;
   task.store(head.loss(divergence), 0, gradient_square, part.largest_logit);
@@ -189,9 +175,10 @@ GRADSCALE_DEVICE void own_row(const CategoricalKL<A>& head, const RowTask& task)
 // predictions and targets are read once from memory, gradients are written once. The order of sums depends only on the
 // shape.
 
-template <class T, class A>
-GRADSCALE_DEVICE void own_row(const QuantileHuber<A>& head, const RowTask& task) {
+template <class T, int options, class A>
+GRADSCALE_DEVICE void own_row(RowOf<QuantileHuber<A>>, const RowTask& task) {
   const Segment& s = task.block.segment;
+  const QuantileHuber<A> head(task.block.head, s);
   const T* x = task.prediction.as<const T>();
   const A factor = head.factor(task.factor.coefficient);
   const auto count = static_cast<int32_t>(s.target_width);
