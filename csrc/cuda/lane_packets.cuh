@@ -50,6 +50,7 @@ class Tile {
       uint4 vectors[kPending];
 #pragma unroll
       for (int i = 0; i < kPending; ++i) {
+        vectors[i] = {}; // otherwise, its registers would be kept for a value from before
         if (exists(first + i)) {
           vectors[i] = load16<uint4>(reinterpret_cast<const uint4*>(from.data) + vector(first + i));
         }

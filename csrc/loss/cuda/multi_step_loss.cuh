@@ -15,7 +15,8 @@ namespace gradscale {
 
 // ---- Rows of any kind -----------------------------------------------------------------------------------------------
 
-// Rows of any kind, type and width on a device, for which neither lane_rows.cuh nor wide_rows.cuh has a kernel.
+// Rows of any kind, type and width on a device, for which lane_rows.cuh, wide_rows.cuh and divergence_rows.cuh have no
+// kernel.
 //
 // A team of threads_for_row() threads owns a row, so that short rows share a warp and long ones take a block.
 
@@ -98,20 +99,23 @@ loss_rows(GRADSCALE_ARGUMENT(DevicePass) device) {
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread)); // what depends on it is not kept for the next block
     const Span& span = block_span(reinterpret_cast<const Span*>(table + device.spans), device.num_spans, index);
     const int32_t place = index - span.first_block;
-    const int32_t step = place / span.blocks_per_segment;
+    // The compiler does not know that numbers of the table are uniform. If it does, it needs fewer registers.
+    const int32_t step = place / span.blocks_per_segment, head = uniform(span.head);
     const BlockOfRows block{
         pass,
         device.rows_per_warp,
         table,
         span,
-        reinterpret_cast<const Head*>(table + device.heads)[span.head],
-        reinterpret_cast<const Coefficients*>(table + device.coefficients)[span.head],
-        reinterpret_cast<const Segment*>(table + device.segments)[span.first_segment + step],
+        reinterpret_cast<const Head*>(table + device.heads)[head],
+        reinterpret_cast<const Coefficients*>(table + device.coefficients)[head],
+        reinterpret_cast<const Segment*>(table + device.segments)[uniform(span.first_segment + step)],
         place - step * span.blocks_per_segment,
         thread,
         reinterpret_cast<char*>(shared)};
-    if (!pass.is_backward || block.segment.gradient.data != nullptr) {
-      run_rows<Rows...>(span.row_kind, block);
+    const bool computes = !pass.is_backward || block.segment.gradient.data != nullptr;
+    const int32_t row_kind = uniform(computes ? span.row_kind : -1);
+    if (row_kind >= 0) {
+      run_rows<Rows...>(row_kind, block);
     }
     __syncthreads(); // all warps have read what is in shared memory
   }
