@@ -23,9 +23,9 @@
 # make lint      formatting, linters, types, messages of commits
 # make gpu       on a machine with a GPU: build, test, run compute-sanitizer, and measure, in 9 minutes and without a
 #                network; write bench/results/<name of the GPU>.json   make gpu PYTHON=python3 RESULTS=folder MINUTES=9
-# make cuda-check  without a GPU, compile the CUDA kernels that have an instruction budget, for seven generations of
-#                GPUs, and count their instructions; write bench/results/instructions.json, and fail if a kernel exceeds
-#                its budget or spills registers
+# make cuda-check  without a GPU, compile the CUDA kernels that have a budget, for seven generations of GPUs and with
+#                the NVRTC of each supported PyTorch, and count their instructions; write
+#                bench/results/instructions.json, and fail if a kernel exceeds its budget or spills registers
 #
 # Everything runs in .venv, which is created when needed; each target installs its dependencies there.
 # Another PyTorch: make test TORCH=torch==2.11.0
@@ -85,6 +85,13 @@ $(VENV)/driver.so: $(patsubst tests/ptx/%.cpp,$(VENV)/ptx/%.o,$(wildcard tests/p
 $(VENV)/nvrtc: $(VENV)/torch
 	@$(BIN)/python -c "from cuda.bindings import nvrtc; nvrtc.nvrtcVersion()" 2> /dev/null || \
 	  $(PIP) "cuda-bindings==13.0.*" "nvidia-cuda-nvrtc==13.0.*"
+	@touch $@
+
+# The NVRTC of newer versions of PyTorch, to compile with as well.
+OTHER_NVRTC := $(VENV)/nvrtc-13.2
+
+$(VENV)/nvrtc-%: $(VENV)/torch
+	$(PIP) --no-deps --upgrade --target $@ "nvidia-cuda-nvrtc==$*.*"
 	@touch $@
 
 # Disassembles the kernels that NVRTC compiles.
@@ -207,8 +214,9 @@ $(VENV)/tidy/units: $(VENV)/lint setup.py tests/compile_flags.py $(filter %.cpp,
 gpu:
 	$(PYTHON) tests/gpu/run.py --results "$(RESULTS)" --minutes $(MINUTES)
 
-cuda-check: $(VENV)/installed $(VENV)/nvrtc $(VENV)/nvdisasm $(VENV)/driver.so
-	$(BIN)/python tests/cuda_check.py --driver $(VENV)/driver.so --json bench/results/instructions.json
+cuda-check: $(VENV)/installed $(VENV)/nvrtc $(OTHER_NVRTC) $(VENV)/nvdisasm $(VENV)/driver.so
+	$(BIN)/python tests/cuda_check.py --driver $(VENV)/driver.so $(OTHER_NVRTC:%=--nvrtc %) \
+	  --json bench/results/instructions.json
 
 format: $(VENV)/lint
 	$(BIN)/ruff check --fix .

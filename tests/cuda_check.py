@@ -7,9 +7,13 @@ fills it, and again with a batch of 256 on a simulated H200. Reported for each c
 of memory, compared with the minimum; registers, resident warps per multiprocessor, and their bytes in flight; and the
 resulting times for 1 GB of logits. These are counts, not measurements: lower bounds without latency.
 
-Fails if a kernel spills registers on any GPU, a call exceeds its instruction budget, issuing takes more than its share
-of the memory time on an H200, too few bytes are in flight, or fp64 is the limit on an RTX 4090. Writes
-bench/results/instructions.json with --json.
+A loss of several heads, such as DreamerV3's, has a kernel for its set of heads, which is only compiled. With --nvrtc,
+the folder of another NVRTC, all kernels are compiled with it too, in a process of its own, but their instructions are
+not counted.
+
+Fails if a kernel spills registers on any GPU with any NVRTC, a kernel of several heads has too many registers, a call
+exceeds its instruction budget, issuing takes more than its share of the memory time on an H200, too few bytes are in
+flight, or fp64 is the limit on an RTX 4090. Writes bench/results/instructions.json with --json.
 """
 
 from __future__ import annotations
@@ -27,13 +31,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "budget")]
 
-from cases import CASES, MULTIPROCESSORS, Case  # noqa: E402
+from cases import CASES, MIXED, MULTIPROCESSORS, USUAL_BATCH, Case  # noqa: E402
 from gpus import GPUS, floors, pipes_of, resident_warps  # noqa: E402
+from registers import TARGETS  # noqa: E402
 
-from gradscale_ext import _kernels  # noqa: E402
+from gradscale_ext.cli.compile import kernels_of  # noqa: E402
 
-TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-USUAL_BATCH = 256
 Record = dict[str, Any]
 
 
@@ -109,6 +112,10 @@ def summary(case: Case, record: Record) -> Record:
     }
 
 
+def is_chosen(name: str, parts: list[str]) -> bool:
+    return not parts or any(part in name for part in parts)
+
+
 def complaints(case: Case, figures: Record) -> list[str]:
     """Failures of a case."""
     h200, rtx = figures["ms_for_1_GB"]["H200"], figures["ms_for_1_GB"]["RTX 4090"]
@@ -164,27 +171,18 @@ def show(name: str, figures: Record) -> None:
         print(f"    also launched: {other['kernel']}: {other['sass']:.3g} instructions per {unit}")
 
 
-def compiled(kernels: list[tuple[str, str]], jobs: int) -> list[Record]:
-    """Registers, shared memory and spills of kernels on all GPUs."""
-
-    def one(item: tuple[str, str, str]) -> Record:
-        file, name, target = item
-        image = _kernels._compiled(_kernels.Nvrtc(), file, name, target)
-        return {
-            "file": file,
-            "kernel": name,
-            "target": target,
-            "registers": image.registers,
-            "shared": image.shared,
-            "spilled": image.spilled,
-        }
-
-    with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(one, [(file, name, target) for file, name in kernels for target in TARGETS]))
+def compiled(kernels: list[tuple[str, str]], jobs: int, nvrtc: Path | None) -> list[Record]:
+    """The output of tests/budget/registers.py: registers, shared memory and spills of kernels on all GPUs."""
+    command = [sys.executable, str(ROOT / "tests/budget/registers.py"), "--jobs", str(jobs)]
+    command += [] if nvrtc is None else ["--nvrtc", str(nvrtc)]
+    done = subprocess.run(command, input=json.dumps(kernels), stdout=subprocess.PIPE, text=True, check=True)
+    records: list[Record] = json.loads(done.stdout)
+    return records
 
 
 def show_compiled(records: list[Record]) -> None:
-    print("\nregisters / bytes of shared memory / bytes spilled, by " + ", ".join(TARGETS))
+    compiler = records[0]["compiler"]
+    print(f"\nregisters / bytes of shared memory / bytes spilled with {compiler}, by " + ", ".join(TARGETS))
     for k in range(0, len(records), len(TARGETS)):
         cells = (f"{r['registers']}/{r['shared']}/{r['spilled']}" for r in records[k : k + len(TARGETS)])
         print("    " + "  ".join(f"{cell:12s}" for cell in cells) + records[k]["kernel"])
@@ -206,6 +204,9 @@ def main() -> int:
         "--driver", default=str(ROOT / ".venv/driver.so"), help="the simulated driver, built by make .venv/driver.so"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers that run at once")
+    parser.add_argument(
+        "--nvrtc", type=Path, action="append", default=[], metavar="FOLDER", help="another NVRTC to compile with"
+    )
     parser.add_argument("--json", type=Path, help="a file for all figures")
     options = parser.parse_args()
     with ThreadPoolExecutor(2) as pool:
@@ -216,22 +217,41 @@ def main() -> int:
     results = {name: summary(cases[name], record) for name, record in records.items()}
     small = {name: summary(cases[name], record) for name, record in usual_records.items()}
     launches = [launch for record in [*records.values(), *usual_records.values()] for launch in record["launches"]]
-    kernels = sorted({(launch["file"], launch["name"]) for launch in launches})
-    target_kernels = compiled(kernels, options.jobs)
+    mixed = {case: kernels_of([case.make()]) for case in MIXED if is_chosen(case.name, options.cases)}
+    kernels = sorted(
+        {(launch["file"], launch["name"]) for launch in launches} | {kernel for own in mixed.values() for kernel in own}
+    )
+    by_compiler = [compiled(kernels, options.jobs, nvrtc) for nvrtc in (None, *options.nvrtc)]
+    target_kernels = [record for records in by_compiler for record in records]
     for name, figures in results.items():
         show(name, figures)
         few = small[name]
         print(f"    batch of {USUAL_BATCH} on an H200: {few['sass']:.4g} instructions, {few['grid']} blocks")
-    show_compiled(target_kernels)
+    for records in by_compiler:
+        show_compiled(records)
     failures = [text for name, figures in results.items() for text in complaints(cases[name], figures)]
     failures += [text for name, figures in small.items() for text in usual_complaints(cases[name], figures)]
-    failures += [f"{r['kernel']} spills {r['spilled']} bytes on {r['target']}" for r in target_kernels if r["spilled"]]
+    failures += [
+        f"{r['kernel']} spills {r['spilled']} bytes on {r['target']} with {r['compiler']}"
+        for r in target_kernels
+        if r["spilled"]
+    ]
+    for case, own in mixed.items():
+        found = [r for r in target_kernels if (r["file"], r["kernel"]) in own]
+        print(f"{case.name}: up to {max(r['registers'] for r in found)} registers (limit {case.registers})")
+        failures += [
+            f"{case.name}: {r['registers']} registers on {r['target']} with {r['compiler']} exceed {case.registers}"
+            for r in found
+            if r["registers"] > case.registers
+        ]
     if options.json is not None:
         report = {"cases": results, f"batch of {USUAL_BATCH}": small, "kernels": target_kernels}
         options.json.write_text(json.dumps(rounded(report), indent=1) + "\n")
-    print(f"\ncuda-check: {len(results)} calls, {len(kernels)} kernels for {' '.join(TARGETS)}: {len(failures)} fail")
+    compilers = " and ".join(records[0]["compiler"] for records in by_compiler)
+    print(f"\ncuda-check: {len(results)} calls, {len(mixed)} losses of several heads, {len(kernels)} kernels for")
+    print(f"{' '.join(TARGETS)} with {compilers}: {len(failures)} fail")
     print(*failures, sep="\n")
-    return 1 if failures or not results else 0
+    return 1 if failures or not kernels else 0
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch
 import gradscale_ext as gs
 
 STEPS = 6
+USUAL_BATCH = 256
 MULTIPROCESSORS = 4  # of the simulated GPU, which the batches of the cases fill
 Call = Callable[[], object]
 
@@ -172,15 +173,18 @@ def _cases_of(dtype: torch.dtype) -> list[Case]:
         loss("policy", policy, 18, 22.5, 22.7, batch=2048),
         loss("policy", policy, 82, 93, 96, batch=1024),
         loss("policy", policy, 362, 323, 334),
-        # 1024 elements with two exponentials, two divisions and a logarithm each.
+        # 32 elements per lane, with two exponentials, a division and a logarithm each: 50 instructions; 40 shuffles and
+        # 40 of their sums, and 220 for the factor, the sums and the addresses of a row. A bf16 row has 6 KB, which take
+        # as long as 1,330 instructions. Each lane loads 32 bytes ahead, or 64 of fp32.
         of(
             "CategoricalKL 32 x 32 with gradient",
             _divergence,
             width=1024,
-            budget=8900 if fp32 else 6400,
+            budget=1950,
             batch=24,
-            issue=3.4 if fp32 else 4.9,
-            in_flight=4_000,
+            issue=0.75 if fp32 else 1.5,
+            usual=2080,
+            in_flight=30_000 if fp32 else 16_000,
         ),
         # A bf16 row with its target and gradient is 28 KB, which take 1.23 us of a multiprocessor's share of 3.0 TB/s.
         # In this time an H100 can issue 8,600 instructions per multiprocessor; with classes 5,800.
@@ -405,5 +409,68 @@ def _latency_cases() -> list[Case]:
     ]
 
 
+# ---- Launches of several heads --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """The loss of several heads: `make()` returns the call, whose launch has a kernel of its own.
+
+    `registers`: the most registers that its kernels may have on any GPU. With 128, a multiprocessor has 16 warps.
+    """
+
+    name: str
+    make: Callable[[], Call]
+    registers: int = 128
+
+
+def _mixed(heads: dict[str, gs.heads.Head], shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Call:
+    """A loss of predictions and targets of zeros at all steps. `shapes` has the rows of heads without a support."""
+    predictions, targets = {}, {}
+    for name, head in heads.items():
+        shape = (head.support.num_bins,) if isinstance(head, gs.TwoHot) else shapes.get(name, ())
+        entries = [torch.zeros(USUAL_BATCH, *shape, dtype=dtype) for _ in range(head.first_step, STEPS)]
+        predictions[name] = [entry.requires_grad_() for entry in entries]
+        if isinstance(head, gs.PerStepLoss):
+            continue
+        has_numbers = isinstance(head, (gs.TwoHot, gs.BinaryCrossEntropy))
+        target = torch.zeros(USUAL_BATCH) if has_numbers else torch.zeros(USUAL_BATCH, *shape)
+        targets[name] = [target.to(dtype) if isinstance(head, gs.CategoricalKL) else target for _ in entries]
+    return lambda: gs.multi_step_loss(heads, predictions, targets)
+
+
+def _mixed_cases(dtype: torch.dtype) -> list[Mixed]:
+    support, wide, symlog = gs.Support.dreamer_v3(), gs.Support.muzero(), gs.Support.tdmpc2()
+    dreamer = {
+        "reward": gs.TwoHot(support),
+        "value": gs.TwoHot(support),
+        "dynamics": gs.CategoricalKL(free_nats=1.0),
+        "representation": gs.CategoricalKL(free_nats=1.0, prediction="p", weight=0.1),
+        "continuation": gs.BinaryCrossEntropy(),
+    }
+    tdmpc2 = {
+        "reward": gs.TwoHot(symlog, weight=0.1),
+        **{f"value {k}": gs.TwoHot(symlog, weight=0.02) for k in range(5)},
+        "consistency": gs.MeanSquaredError(weight=20.0),
+        "termination": gs.BinaryCrossEntropy(),
+        "policy": gs.PerStepLoss(),
+    }
+    efficient_zero = {
+        "value": gs.TwoHot(wide, weight=0.25),
+        "value_prefix": gs.TwoHot(wide, first_step=1),
+        "policy": gs.SoftCrossEntropy(),
+        "consistency": gs.NegativeCosine(eps=1e-5, weight=2.0, first_step=1),
+    }
+    latents = (32, 32)
+    losses = (
+        ("DreamerV3", dreamer, {"dynamics": latents, "representation": latents}),
+        ("TD-MPC2", tdmpc2, {"consistency": (512,)}),
+        ("EfficientZero", efficient_zero, {"policy": (18,), "consistency": (1024,)}),
+    )
+    kind = "fp32" if dtype == torch.float32 else "bf16"
+    return [Mixed(f"{name}'s loss, {kind}", partial(_mixed, heads, shapes, dtype)) for name, heads, shapes in losses]
+
+
 CASES = [case for dtype in (torch.float32, torch.bfloat16) for case in _cases_of(dtype)]
 CASES += _returns_cases() + _latency_cases()
+MIXED = [case for dtype in (torch.float32, torch.bfloat16) for case in _mixed_cases(dtype)]
