@@ -514,8 +514,37 @@ def test_report_as_json(monkeypatch, capsys):
     assert "omp" in found["OpenMP"]
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("problem", ["self-check", "driver"])
+def test_report_fails(problem, as_json, monkeypatch, capsys):
+    """The exit status is 1 if the self-check fails, or if the driver is too old for PyTorch."""
+    if problem == "self-check":
+        monkeypatch.setattr(check, "self_check", lambda device: f"the fused loss differs on {device}")
+    else:
+        monkeypatch.setattr(report, "driver_problem", lambda version: "too old")
+    status, text = run_main(monkeypatch, capsys, *(["--json"] if as_json else []))
+    assert status == 1
+    assert not as_json or json.loads(text)["ok"] is False
+    assert ("the fused loss differs on cpu" in text) == (problem == "self-check")
+
+
+def test_bench_fails_with_its_kernel(monkeypatch, capsys):
+    """Python exits with 1, and prints the error."""
+
+    def fail(*arguments):
+        raise RuntimeError("NVRTC cannot compile")
+
+    monkeypatch.setattr(bench, "works", lambda options: {"decode": {"fused": fail}})
+    with pytest.raises(RuntimeError, match="NVRTC cannot compile"):
+        run_main(monkeypatch, capsys, "bench", "--device", "cpu")
+
+
 def test_wrong_arguments(monkeypatch, capsys):
-    for arguments in (["nothing"], ["--unknown"], ["check", "--dtype", "int8"], ["bench", "--bins", "4"]):
+    for arguments in (
+        *(["nothing"], ["--unknown"], ["check", "--dtype", "int8"], ["check", "more"], ["compile", "more"]),
+        *(["compile", "--arch"], ["bench", "more"], ["bench", "--batch", "0"], ["bench", "--unroll", "-1"]),
+        *(["bench", "--actions", "0"], ["bench", "--batch", "x"], ["bench", "--bins", "4"]),
+    ):
         with pytest.raises(SystemExit, match="2"):
             run_main(monkeypatch, capsys, *arguments)
     assert "an odd number of at least 3" in capsys.readouterr().err
