@@ -155,9 +155,7 @@ class LaneRows {
  public:
   // Shared memory of a warp.
   static constexpr int kBytes =
-      Packets::kTiled
-          ? kLogitsBytes + (kHasTargets ? Targets::kBytes : 0)
-          : (Formula::kFinishes ? Parts::kBytes + 32 * (kRowSums + 1) * static_cast<int>(sizeof(float)) : 0);
+      Packets::kTiled ? kLogitsBytes + (kHasTargets ? Targets::kBytes : 0) : (Formula::kFinishes ? Parts::kBytes : 0);
 
   // Copies the rows to shared memory if they pass through it, and loads the first ones.
   GRADSCALE_DEVICE LaneRows(
@@ -179,9 +177,11 @@ class LaneRows {
       }
       __syncwarp();
     }
-    const int row = exists(0) ? side() : warp.count - 1;
+    end_ = warp.count - warp.lane / kLanes;
+    const int row = exists(0) ? warp.lane / kLanes : warp.count - 1;
     from_ = logits_.row(row);
     targets_from_ = targets_.row(row);
+    gradient_ = to_.row(row);
     load();
     if constexpr (Packets::kTiled) {
       __syncwarp(); // all lanes have read these rows before gradients replace them
@@ -202,11 +202,6 @@ class LaneRows {
     __syncwarp(); // finish() may overwrite elements that other lanes have stored
     if constexpr (Formula::kFinishes) {
       if (kLanes > 1 && warp_.has_row()) {
-        results.maximum = row_number(0);
-#pragma unroll
-        for (int i = 0; i < kRowSums; ++i) {
-          results.sums[i] = row_number(i + 1);
-        }
         float parts[kParts] = {};
         partial_sums().add(parts);
 #pragma unroll
@@ -228,18 +223,10 @@ class LaneRows {
   GRADSCALE_DEVICE Parts partial_sums() const {
     return {reinterpret_cast<float*>(shared_), warp_.lane};
   }
-  // A number of the row that this lane holds: its maximum, or one of its first sums. Only finish() needs it again.
-  GRADSCALE_DEVICE float& row_number(int i) const {
-    return reinterpret_cast<float*>(shared_ + Parts::kBytes)[32 * i + warp_.lane];
-  }
   // False if no row is left for this lane among the rows from `begin` on that are computed side by side. The lane then
   // repeats another row.
   GRADSCALE_DEVICE bool exists(int begin) const {
-    return begin + side() < warp_.count;
-  }
-  // The place of this lane's row among those that are computed side by side.
-  GRADSCALE_DEVICE int side() const {
-    return warp_.lane / kLanes;
+    return begin < end_;
   }
 
   GRADSCALE_DEVICE void load() {
@@ -315,12 +302,12 @@ class LaneRows {
         }
       }
       if (exists(begin)) { // otherwise, other lanes store the row
-        Gradient* const gradient = to_.row(begin + side());
-        packets.store(gradient, e);
+        packets.store(gradient_, e);
         if (!formula.counts()) { // rarely: the branch costs less than a choice for each element
           const Values zeros{};
-          packets.store(gradient, zeros);
+          packets.store(gradient_, zeros);
         }
+        gradient_ += kSideBySide * to_.stride;
       }
     }
     if constexpr (!Formula::kLoadsAhead) {
@@ -336,19 +323,11 @@ class LaneRows {
       partial_sums().put(holder, packets.rank(), parts);
     }
     if (Formula::kFinishes && holder == warp_.lane) {
-      if constexpr (kLanes == 1) {
-        own.square = square;
-        own.maximum = maximum;
+      own.maximum = maximum;
+      own.square = kLanes == 1 ? square : 0;
 #pragma unroll
-        for (int i = 0; i < kSums; ++i) {
-          own.sums[i] = sums[i];
-        }
-      } else {
-        row_number(0) = maximum;
-#pragma unroll
-        for (int i = 0; i < kRowSums; ++i) {
-          row_number(i + 1) = sums[i];
-        }
+      for (int i = 0; i < (kLanes == 1 ? kSums : kRowSums); ++i) {
+        own.sums[i] = sums[i];
       }
     }
   }
@@ -392,8 +371,10 @@ class LaneRows {
   RowsInMemory<const Logit> logits_;
   RowsInMemory<const Probability> targets_;
   RowsInMemory<Gradient> gradients_, to_;
+  int end_; // the number of rows from this lane's first row on
   const Logit* from_;
   const Probability* targets_from_;
+  Gradient* gradient_;
   Packets packets_{};
   typename Packets::template Words<Logit> x_;
   typename Packets::template Words<Probability> t_;
