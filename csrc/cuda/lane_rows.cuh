@@ -154,8 +154,9 @@ class LaneRows {
 
  public:
   // Shared memory of a warp.
-  static constexpr int kBytes =
-      Packets::kTiled ? kLogitsBytes + (kHasTargets ? Targets::kBytes : 0) : (Formula::kFinishes ? Parts::kBytes : 0);
+  static constexpr int kBytes = Packets::kTiled
+                                    ? kLogitsBytes + (kHasTargets ? Targets::kBytes : 0)
+                                    : (Formula::kFinishes ? Parts::kBytes + 32 * static_cast<int>(sizeof(float)) : 0);
 
   // Copies the rows to shared memory if they pass through it, and loads the first ones.
   GRADSCALE_DEVICE LaneRows(
@@ -202,6 +203,7 @@ class LaneRows {
     __syncwarp(); // finish() may overwrite elements that other lanes have stored
     if constexpr (Formula::kFinishes) {
       if (kLanes > 1 && warp_.has_row()) {
+        results.maximum = row_maximum();
         float parts[kParts] = {};
         partial_sums().add(parts);
 #pragma unroll
@@ -222,6 +224,11 @@ class LaneRows {
  private:
   GRADSCALE_DEVICE Parts partial_sums() const {
     return {reinterpret_cast<float*>(shared_), warp_.lane};
+  }
+  // The maximum of the row that this lane holds, which only finish() needs again: it would take a register all the
+  // time.
+  GRADSCALE_DEVICE float& row_maximum() const {
+    return reinterpret_cast<float*>(shared_ + Parts::kBytes)[warp_.lane];
   }
   // False if no row is left for this lane among the rows from `begin` on that are computed side by side. The lane then
   // repeats another row.
@@ -323,7 +330,7 @@ class LaneRows {
       partial_sums().put(holder, packets.rank(), parts);
     }
     if (Formula::kFinishes && holder == warp_.lane) {
-      own.maximum = maximum;
+      (kLanes == 1 ? own.maximum : row_maximum()) = maximum;
       own.square = kLanes == 1 ? square : 0;
 #pragma unroll
       for (int i = 0; i < (kLanes == 1 ? kSums : kRowSums); ++i) {

@@ -16,14 +16,12 @@
 
 namespace gradscale {
 
-namespace {
-
 // ---- Kinds of rows --------------------------------------------------------------------------------------------------
 
 // The specification of a row kernel: the properties of rows that it is compiled for, and its name in C++. Template
 // arguments are written only here.
 //
-// To add faster code for some rows, write a type as block_of_rows.cuh describes, and add its name in name(), its
+// To add faster code for some rows, write a type as block_of_rows.cuh describes, and add its name in type_of(), its
 // condition in specification_of() and its rows per block in rows_of_block().
 struct RowSpecification {
   Kind kind;
@@ -46,10 +44,9 @@ struct RowSpecification {
   bool operator<(const RowSpecification& other) const {
     return members() < other.members();
   }
-
-  // The type, as C++ names it inside of namespace gradscale.
-  std::string name() const;
 };
+
+namespace {
 
 // The kernels in which lanes own rows (lane_rows.cuh) compute HLGauss targets in float. They are used only for supports
 // that are not raw, and for a sigma_ratio in this range, where few bins have mass and float is accurate enough.
@@ -91,28 +88,30 @@ int32_t options_of(const Segment& segment) {
          (is_policy && head.subtract_target_entropy ? kSubtractsEntropy : 0);
 }
 
-std::string RowSpecification::name() const {
-  const std::string kind_name = "Kind::" + description_of(kind).name;
-  if (lanes == 0) {
-    return instance("TeamRows", {kind_name, type_name(logits), std::to_string(options)});
+// The type of these rows, as C++ names it inside of namespace gradscale.
+std::string type_of(const RowSpecification& rows) {
+  const std::string kind_name = "Kind::" + description_of(rows.kind).name;
+  if (rows.lanes == 0) {
+    return instance("TeamRows", {kind_name, type_name(rows.logits), std::to_string(rows.options)});
   }
   const auto name_of = [](std::optional<Element> type) { return type ? type_name(*type) : "void"; };
-  const std::vector<std::string> types{type_name(logits), name_of(target), name_of(gradient)};
-  if (kind == Kind::categorical_kl) {
+  const std::vector<std::string> types{type_name(rows.logits), name_of(rows.target), name_of(rows.gradient)};
+  if (rows.kind == Kind::categorical_kl) {
     std::vector<std::string> arguments = types;
-    for (const int32_t number : {groups, width / groups, lanes, packet}) {
+    for (const int32_t number : {rows.groups, rows.width / rows.groups, rows.lanes, rows.packet}) {
       arguments.push_back(std::to_string(number));
     }
-    arguments.insert(arguments.end(), {at_once ? "true" : "false", std::to_string(options)});
+    arguments.insert(arguments.end(), {rows.at_once ? "true" : "false", std::to_string(rows.options)});
     return instance("DivergenceRows", arguments);
   }
-  const std::string of_width = std::to_string(width), of_packet = std::to_string(packet),
-                    access = at_once ? "true" : "false", bits = std::to_string(options);
-  if (lanes == kRowThreads) {
+  const std::string of_width = std::to_string(rows.width), of_packet = std::to_string(rows.packet),
+                    access = rows.at_once ? "true" : "false", bits = std::to_string(rows.options);
+  if (rows.lanes == kRowThreads) {
     return instance("WideRows", {types[0], types[1], types[2], of_width, of_packet, access, bits});
   }
   return instance(
-      "LossRows", {kind_name, types[0], types[1], types[2], of_width, std::to_string(lanes), of_packet, access, bits});
+      "LossRows",
+      {kind_name, types[0], types[1], types[2], of_width, std::to_string(rows.lanes), of_packet, access, bits});
 }
 
 // Specifies the kernel for the rows of a segment.
@@ -152,7 +151,7 @@ const std::string& loss_rows_for(const std::vector<RowSpecification>& row_kinds,
   if (name.empty()) {
     std::vector<std::string> arguments{inside ? "true" : "false"};
     for (const RowSpecification& row_kind : row_kinds) {
-      arguments.push_back(row_kind.name());
+      arguments.push_back(type_of(row_kind));
     }
     name = instance("loss_rows", arguments);
   }
