@@ -251,7 +251,7 @@ struct LanePackets {
   template <class U>
   GRADSCALE_DEVICE void store(U* row, const Values& values) const {
     U* const to = kTiled ? row + first : kept(row + first);
-    const LanePackets again{forgotten(first)}; // comparisons are repeated: keeping their results costs more
+    const LanePackets again{opaque(first)}; // comparisons are repeated: keeping their results costs more
 #pragma unroll
     for (int c = 0; c < kPackets; ++c) {
       if (is_split(c)) {

@@ -12,7 +12,7 @@
 // The computation is a formula, a type that derives from LaneShape and has
 //
 // - Exponent: the type of the differences d of logits from the maximum, and of the exponentials e = exp(x - maximum);
-// - begin_row(holder, packets, exponent): the following calls are about this row, whose numbers lane `holder` holds;
+// - begin_row(owner, packets, exponent): the following calls are about this row, whose numbers lane `owner` holds;
 // - target(packets, n, t): the target of element n of this lane, whose value in memory is t;
 // - add(sums, packets, n, e, d, t): adds element n to the kSums sums of its chain (LanePackets); gradient() needs the
 //   first kRowSums sums of the row;
@@ -48,7 +48,7 @@ struct RowsOfWarp {
         row(lane % lanes_per_row * (32 / lanes_per_row) + lane / lanes_per_row) {
   }
   // The lane that holds the numbers of a row of the warp.
-  GRADSCALE_DEVICE static int holder_of(int row, int lanes_per_row) {
+  GRADSCALE_DEVICE static int owner_of(int row, int lanes_per_row) {
     return row % (32 / lanes_per_row) * lanes_per_row + row / (32 / lanes_per_row);
   }
   GRADSCALE_DEVICE bool has_row() const {
@@ -64,10 +64,10 @@ struct RowsOfWarp {
   }
 };
 
-// The number `own` of lane `holder`, which holds the numbers of the row that this lane computes.
+// The number `own` of lane `owner`, which holds the numbers of the row that this lane computes.
 template <int lanes_per_row, class T>
-GRADSCALE_DEVICE T held_by(int holder, T own) {
-  return lanes_per_row == 1 ? own : __shfl_sync(kWholeWarp, own, holder);
+GRADSCALE_DEVICE T from_owner(int owner, T own) {
+  return lanes_per_row == 1 ? own : __shfl_sync(kWholeWarp, own, owner);
 }
 
 // The results of a row, in the lane that holds its numbers.
@@ -89,18 +89,18 @@ struct PartsOfSums {
   float* shared;
   int lane;
 
-  GRADSCALE_DEVICE float& part(int sum, int index, int holder) const {
-    return shared[(sum * kParts + index) * kPitch + holder];
+  GRADSCALE_DEVICE float& part(int sum, int index, int owner) const {
+    return shared[(sum * kParts + index) * kPitch + owner];
   }
   // `rank` is LanePackets::rank(), so that the order of the parts does not depend on where the row begins.
-  GRADSCALE_DEVICE void put(int holder, int rank, float (&sums)[count]) const {
+  GRADSCALE_DEVICE void put(int owner, int rank, float (&sums)[count]) const {
 #pragma unroll
     for (int i = 0; i < count; ++i) {
       if constexpr (lanes_per_row > kParts) {
         sums[i] += __shfl_xor_sync(kWholeWarp, sums[i], kParts);
       }
       if (lanes_per_row == kParts || lane < kParts) {
-        part(i, rank % kParts, holder) = sums[i];
+        part(i, rank % kParts, owner) = sums[i];
       }
     }
   }
@@ -191,13 +191,13 @@ class LaneRows {
 
   GRADSCALE_DEVICE void run(Formula& formula) {
     RowResults<kSums> results;
-    int holder = warp_.lane & -kLanes;
+    int owner = warp_.lane & -kLanes;
     if constexpr (kLanes == 1) {
-      compute(formula, 0, holder, results);
+      compute(formula, 0, owner, results);
     } else {
 #pragma unroll 1
       for (int begin = 0; begin < warp_.count; begin += kSideBySide) {
-        compute(formula, begin, holder++, results);
+        compute(formula, begin, owner++, results);
       }
     }
     __syncwarp(); // finish() may overwrite elements that other lanes have stored
@@ -253,16 +253,16 @@ class LaneRows {
     }
   }
 
-  // Computes the rows from `begin` on, which are loaded already, and loads the next ones. Lane `holder` holds the
+  // Computes the rows from `begin` on, which are loaded already, and loads the next ones. Lane `owner` holds the
   // numbers of this lane's row.
-  GRADSCALE_DEVICE void compute(Formula& formula, int begin, int holder, RowResults<kSums>& own) {
+  GRADSCALE_DEVICE void compute(Formula& formula, int begin, int owner, RowResults<kSums>& own) {
     const Packets packets = packets_;
     Values e, d, t{};
     float chains[Packets::kChains][kSums] = {}, square = 0, largest = 0;
     const float maximum = lane_maximum<kLanes>(maximum_of(largest));
     unpack_rows(d, t);
     const typename Formula::Exponent exponent(maximum);
-    formula.begin_row(holder, packets, exponent);
+    formula.begin_row(owner, packets, exponent);
     if constexpr (Formula::kHasMetrics) {
       if (!(largest < INFINITY)) { // rarely: illegal actions and bins
         largest = 0;
@@ -327,9 +327,9 @@ class LaneRows {
         parts[i - kRowSums] = sums[i];
       }
       parts[kSums - kRowSums] = square;
-      partial_sums().put(holder, packets.rank(), parts);
+      partial_sums().put(owner, packets.rank(), parts);
     }
-    if (Formula::kFinishes && holder == warp_.lane) {
+    if (Formula::kFinishes && owner == warp_.lane) {
       (kLanes == 1 ? own.maximum : row_maximum()) = maximum;
       own.square = kLanes == 1 ? square : 0;
 #pragma unroll
@@ -509,7 +509,7 @@ class BinSums {
       const float other = below[(last - k) & (packet - 1)];
       chains[Packets::chain(k)] +=
           above[k] +
-          held_by<Packets::kLanes>((static_cast<int>(threadIdx.x) % 32 & -Packets::kLanes) + opposite / packet, other);
+          from_owner<Packets::kLanes>((static_cast<int>(threadIdx.x) % 32 & -Packets::kLanes) + opposite / packet, other);
     }
   }
 };

@@ -233,7 +233,7 @@ GRADSCALE_DEVICE void store_packet(void* to, const Packet<T, count>& packed) {
 // Hides from the compiler that it has used this number before, so that it repeats computations instead of keeping their
 // results in registers.
 template <class T>
-GRADSCALE_DEVICE T forgotten(T value) {
+GRADSCALE_DEVICE T opaque(T value) {
   static_assert(sizeof(T) == 4);
   auto bits = bit_cast<uint32_t>(value);
   asm("" : "+r"(bits));

@@ -49,7 +49,7 @@ constexpr int64_t kElementsPerTask = 32768; // of a group
 
 // True if each group is one dense block of memory, and the blocks follow each other. The order of the elements within a
 // block is free.
-bool lies_in_groups(const at::Tensor& gradient, int64_t batch_dims, int64_t size) {
+bool is_contiguous_per_group(const at::Tensor& gradient, int64_t batch_dims, int64_t size) {
   if (!gradient.is_non_overlapping_and_dense()) {
     return false;
   }
@@ -71,12 +71,13 @@ void rescale_groups(const RescaleCall& call) {
         gradient.part(begin, size), static_cast<char*>(call.to) + begin * element_size(call.element), by);
   };
   if (call.size <= kElementsPerTask) {
-    at::parallel_for(0, call.groups, std::max<int64_t>(1, kElementsPerTask / call.size), [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const PowerSum sum = power_sum_kernel(gradient.part(i * call.size, call.size), call.p);
-        scale(i * call.size, call.size, scaling(call.rule, sum, call.p, limit_of(call, i)));
-      }
-    });
+    at::parallel_for(
+        0, call.groups, std::max<int64_t>(1, kElementsPerTask / call.size), [&](int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; ++i) {
+            const PowerSum sum = power_sum_kernel(gradient.part(i * call.size, call.size), call.p);
+            scale(i * call.size, call.size, scaling(call.rule, sum, call.p, limit_of(call, i)));
+          }
+        });
   } else {
     const int64_t chunks = (call.size + kElementsPerTask - 1) / kElementsPerTask;
     const auto for_each_chunk = [&](auto function) {
@@ -137,7 +138,7 @@ at::Tensor rescaled_in_two_passes(
   const int64_t count = c10::multiply_integers(batch);
   const int64_t size = gradient.numel() / count;
   bool ours = owned_by_nobody_else(gradient);
-  if (!lies_in_groups(gradient, groups.batch_dims, size)) {
+  if (!is_contiguous_per_group(gradient, groups.batch_dims, size)) {
     gradient = gradient.contiguous();
     ours = true;
   }

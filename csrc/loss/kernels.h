@@ -228,7 +228,7 @@ extern const RunRows run_rows_kernel;
 
 // Consecutive segments of one head with the same kind of rows, so that all of them take the same number of blocks of
 // loss_rows.
-struct Span {
+struct RowRange {
   int32_t head;
   int32_t first_segment;
   int32_t first_block;
@@ -259,12 +259,12 @@ struct DevicePass {
   int64_t heads;
   int64_t coefficients;
   int64_t segments;
-  int64_t spans;
-  int64_t num_spans;
+  int64_t row_ranges;
+  int64_t num_row_ranges;
   int64_t num_blocks;    // of loss_rows; with fewer, a block computes the rows of several
   int32_t rows_per_warp; // LossRows rounds it up, with rounded_rows_per_warp()
-  int32_t sets_shift;    // in loss_totals, log2 of the sets of 32 samples of a block,
-  int32_t parts_shift;   // and log2 of the warps that share the steps of a head of a set
+  int32_t set_bits;      // in loss_totals, log2 of the sets of 32 samples of a block,
+  int32_t part_bits;     // and log2 of the warps that share the steps of a head of a set
   PartialSums partial;   // of loss_totals
   unsigned* blocks_done; // a counter for loss_totals, which loss_rows sets to 0
 

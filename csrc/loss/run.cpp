@@ -35,8 +35,8 @@ std::vector<RowChunk> row_chunks(const Pass& pass) {
   std::vector<RowChunk> chunks;
   for (int64_t s = 0; s < pass.num_segments; ++s) {
     const Segment& segment = pass.segments[s];
-    const int64_t bundles = std::max<int64_t>(1, chunk_elements / (kLanes * cost_of(segment)));
-    const int64_t rows = bundles * kLanes;
+    const int64_t row_batches = std::max<int64_t>(1, chunk_elements / (kLanes * cost_of(segment)));
+    const int64_t rows = row_batches * kLanes;
     for (int64_t begin = 0; begin < pass.batch; begin += rows) {
       chunks.push_back({&segment, begin, std::min(begin + rows, pass.batch)});
     }

@@ -70,7 +70,7 @@ class _Origin(NamedTuple):
     """The values that a call cut off, by number: the sequence number of a node, or minus the bit of a leaf."""
 
     values: frozenset[int] = frozenset()
-    near: frozenset[int] = frozenset()
+    nearby: frozenset[int] = frozenset()
     """These values and the ones that they were computed from, up to a few calls back."""
 
 
@@ -89,7 +89,7 @@ class _History(NamedTuple):
     """Number of escapes that had happened when any number from outside PyTorch last went into the value."""
     has_data: bool = False
     """True if the value depends on anything but parameters."""
-    fresh: Mapping[Cut, _Origin] = {}
+    pending: Mapping[Cut, _Origin] = {}
     """Cuts behind the value whose results have not yet been combined with a value that has gradients."""
     relevant: frozenset[Cut] = frozenset()
     """Cuts whose results were combined with values other than the ones that were cut off."""
@@ -99,17 +99,17 @@ class _History(NamedTuple):
         cuts = dict(self.cuts)
         for cut, lost in other.cuts.items():
             cuts[cut] = cuts.get(cut, 0) | lost
-        fresh = dict(self.fresh)
-        for cut, origin in other.fresh.items():
-            values, near = fresh.get(cut, _Origin())
-            fresh[cut] = _Origin(values | origin.values, near | origin.near)
+        pending = dict(self.pending)
+        for cut, origin in other.pending.items():
+            values, nearby = pending.get(cut, _Origin())
+            pending[cut] = _Origin(values | origin.values, nearby | origin.nearby)
         return _History(
             self.live | other.live,
             cuts,
             depth=max(self.depth, other.depth),
             outside=max(self.outside, other.outside),
             has_data=self.has_data or other.has_data,
-            fresh=fresh,
+            pending=pending,
             relevant=self.relevant | other.relevant,
         )
 
@@ -242,10 +242,10 @@ class GradientTracer(TorchFunctionMode):
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             operands = tensors_in(operands_of(name, args, kwargs))
-            taken = [_Taken(t, gradient_function(t), self._history(t)) for t in operands]
+            taken = [_Input(t, gradient_function(t), self._history(t)) for t in operands]
             is_made = name in FROM_OUTSIDE and not taken
             if self._escapes and takes_number(name, [*args, *kwargs.values()]):
-                taken.append(_Taken(_NUMBERS, None, _NO_HISTORY._replace(outside=len(self._escapes))))
+                taken.append(_Input(_NUMBERS, None, _NO_HISTORY._replace(outside=len(self._escapes))))
         result = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             self._note(name, taken, [*written(name, args, kwargs), *tensors_in(result)])
@@ -253,7 +253,7 @@ class GradientTracer(TorchFunctionMode):
                 self._made_outside(result)
         return result
 
-    def _note(self, name: str, taken: list[_Taken], given: list[torch.Tensor]) -> None:
+    def _note(self, name: str, taken: list[_Input], given: list[torch.Tensor]) -> None:
         self.calls += bool(given)
         value = functools.reduce(operator.or_, (t.history for t in taken), _History())
         if not (value.live or value.cuts or value.outside):
@@ -277,13 +277,13 @@ class GradientTracer(TorchFunctionMode):
             lost = value.live & ~live
             history = value
             if not (tensor.is_floating_point() or tensor.is_complex()):
-                history = history._replace(fresh={}, relevant=frozenset())
+                history = history._replace(pending={}, relevant=frozenset())
             elif live:
-                history = history._replace(fresh={}, relevant=value.relevant.union(self._relevant(name, taken)))
+                history = history._replace(pending={}, relevant=value.relevant.union(self._relevant(name, taken)))
             if lost:
                 cut = self._cut(name, tensor, location)
                 origins = {} if cut.kind == "integer_dtype" else {cut: self._origin(taken, value.has_data)}
-                history = history | _History(cuts={cut: lost}, fresh=origins)
+                history = history | _History(cuts={cut: lost}, pending=origins)
             self._remember(tensor, node, history._replace(live=live, location=location, depth=value.depth + 1))
 
     def _cut(self, name: str, result: torch.Tensor, location: Location | None) -> Cut:
@@ -295,13 +295,13 @@ class GradientTracer(TorchFunctionMode):
 
     # ---- Values that leave PyTorch and come back --------------------------------------------------------------------
 
-    def _leave(self, name: str, location: Location | None, taken: list[_Taken], value: _History) -> None:
+    def _leave(self, name: str, location: Location | None, taken: list[_Input], value: _History) -> None:
         """Note that a value leaves. The call is a cut, unless the value has been cut off before."""
         if value.live:
             cut, origin = Cut("detached", name, location), self._origin(taken, value.has_data)
-            value = value._replace(live=0) | _History(cuts={cut: value.live}, fresh={cut: origin})
+            value = value._replace(live=0) | _History(cuts={cut: value.live}, pending={cut: origin})
         escape = Escape(name, location, tuple(value.cuts))
-        self._escapes[escape] = self._escapes.get(escape, _History())._replace(fresh={}) | value
+        self._escapes[escape] = self._escapes.get(escape, _History())._replace(pending={}) | value
         self._left.update((t.tensor.shape, escape) for t in taken if is_table(t.tensor))
 
     def _made_outside(self, tensor: torch.Tensor) -> None:
@@ -312,8 +312,8 @@ class GradientTracer(TorchFunctionMode):
             left, line = self._escapes[escape], users_line()
             returned = {cut: replace(cut, returned=line) for cut in left.cuts}
             cuts = {returned[cut]: lost for cut, lost in left.cuts.items()}
-            fresh = {returned[cut]: origin for cut, origin in left.fresh.items()}
-            self._histories[memory] = left._replace(live=0, cuts=cuts, fresh=fresh, location=line)
+            pending = {returned[cut]: origin for cut, origin in left.pending.items()}
+            self._histories[memory] = left._replace(live=0, cuts=cuts, pending=pending, location=line)
 
     @contextlib.contextmanager
     def _watching_makers(self) -> Iterator[None]:
@@ -342,26 +342,26 @@ class GradientTracer(TorchFunctionMode):
 
     # ---- Relevant cuts ----------------------------------------------------------------------------------------------
 
-    def _relevant(self, name: str, taken: list[_Taken]) -> Iterator[Cut]:
+    def _relevant(self, name: str, taken: list[_Input]) -> Iterator[Cut]:
         """Cuts whose results a call takes without also computing with the values that were cut off."""
         for operand in taken:
             others = [t for t in taken if t is not operand and t.history.live]
-            for cut, origin in operand.history.fresh.items():
+            for cut, origin in operand.history.pending.items():
                 if name.strip("_") not in ARITHMETIC or not any(self._is_one_of(origin, other) for other in others):
                     yield cut
 
-    def _is_one_of(self, origin: _Origin, operand: _Taken) -> bool:
+    def _is_one_of(self, origin: _Origin, operand: _Input) -> bool:
         """Return True if an operand is a value that was cut off, was computed from one, or is an input of one."""
-        near = self._near(operand)
-        return not origin.near.isdisjoint(near[:1]) or not origin.values.isdisjoint(near)
+        nearby = self._nearby(operand)
+        return not origin.nearby.isdisjoint(nearby[:1]) or not origin.values.isdisjoint(nearby)
 
-    def _origin(self, taken: list[_Taken], has_data: bool) -> _Origin:
-        nears = [(t, self._near(t)) for t in taken if t.history.live]
+    def _origin(self, taken: list[_Input], has_data: bool) -> _Origin:
+        all_nearby = [(t, self._nearby(t)) for t in taken if t.history.live]
         # A shared parameter alone does not relate values that are made of data.
-        values = frozenset(near[0] for t, near in nears if t.node is not None or not has_data)
-        return _Origin(values, frozenset(number for _, near in nears for number in near))
+        values = frozenset(nearby[0] for t, nearby in all_nearby if t.node is not None or not has_data)
+        return _Origin(values, frozenset(number for _, nearby in all_nearby for number in nearby))
 
-    def _near(self, operand: _Taken) -> list[int]:
+    def _nearby(self, operand: _Input) -> list[int]:
         """Numbers of a value and of the values that it was computed from, up to a few calls back; see `_Origin`."""
         if operand.node is None:
             return [-self._bit(operand.tensor)]
@@ -413,14 +413,14 @@ class GradientTracer(TorchFunctionMode):
         bit = self._bit(tensor)
         # Tensors detached from the leaf share its memory and so its history. The leaf does not depend on their cuts.
         cuts = {cut: leaves & ~bit for cut, leaves in history.cuts.items() if leaves & ~bit}
-        fresh = {cut: origin for cut, origin in history.fresh.items() if cut in cuts}
-        return _History(bit, cuts, outside=history.outside, fresh=fresh)
+        pending = {cut: origin for cut, origin in history.pending.items() if cut in cuts}
+        return _History(bit, cuts, outside=history.outside, pending=pending)
 
     def _cut_unseen(self, tensor: torch.Tensor, made: _History) -> _History:
         """History of a tensor that was made from a value by a call that no mode sees, such as `nn.Parameter(h)`."""
         call = "nn.Parameter" if isinstance(tensor, torch.nn.Parameter) else "a call that the tracer does not see"
         cut = Cut("detached", call, users_line())
-        return made._replace(live=0, relevant=frozenset()) | _History(cuts={cut: made.live}, fresh={cut: _Origin()})
+        return made._replace(live=0, relevant=frozenset()) | _History(cuts={cut: made.live}, pending={cut: _Origin()})
 
     def _history_of(self, node: Node) -> _History:
         """History of a node, derived from the nodes behind it if a custom Function or an extension made it unseen."""
@@ -444,7 +444,7 @@ class GradientTracer(TorchFunctionMode):
 _NO_HISTORY = _History(has_data=True)
 
 
-class _Taken(NamedTuple):
+class _Input(NamedTuple):
     """An operand as it was before the call."""
 
     tensor: torch.Tensor

@@ -11,14 +11,14 @@ namespace {
 template <class T, class A, class Target>
 void categorical_row(
     const Segment& s,
-    const Bundle& bundle,
+    const RowBatch& row_batch,
     int64_t lane,
     Extremes<A> extremes,
     const Target& target,
     A* scratch,
-    BundleSums<A>& sums) {
+    RowBatchSums<A>& sums) {
   using Formula = CrossEntropy<A, 0>;
-  const int64_t row = bundle.first + lane;
+  const int64_t row = row_batch.first + lane;
   const T* logits = row_of<T>(s.prediction, row);
   const Support& support = s.head->support;
   const Softmax<A> softmax = softmax_of<true>(logits, s.width, extremes, ahead_of<T>(s, row), scratch);
@@ -54,20 +54,20 @@ void categorical_row(
   for (int32_t j = target.begin; j < target.end; ++j) {
     values[j] = gradient(values[j], mass[j] * softmax.sum);
   }
-  const A factor = static_cast<A>(bundle.coefficients[lane]) / softmax.sum + nan;
+  const A factor = static_cast<A>(row_batch.coefficients[lane]) / softmax.sum + nan;
   const Lanes<A> offset = everywhere * softmax.sum;
   s.metrics[row].gradient_square =
       write_gradient(s.gradient, row, s.width, factor, [=](auto load) { return gradient(load(values), offset); });
 }
 
 template <class A, class Target>
-void categorical_rows(const Segment& s, const Bundle& bundle, const Target* targets, A* scratch) {
-  const BundleSums<A> sums =
-      row_by_row<A>(s, bundle, [&](auto type, int64_t i, Extremes<A> extremes, BundleSums<A>& row_sums) {
-        categorical_row<decltype(type)>(s, bundle, i, extremes, targets[i], scratch, row_sums);
+void categorical_rows(const Segment& s, const RowBatch& row_batch, const Target* targets, A* scratch) {
+  const RowBatchSums<A> sums =
+      row_by_row<A>(s, row_batch, [&](auto type, int64_t i, Extremes<A> extremes, RowBatchSums<A>& row_sums) {
+        categorical_row<decltype(type)>(s, row_batch, i, extremes, targets[i], scratch, row_sums);
       });
-  store_losses<false>(s, bundle, sums, CrossEntropy<A, 0>{});
-  store_decoded(s, bundle, sums);
+  store_losses<false>(s, row_batch, sums, CrossEntropy<A, 0>{});
+  store_decoded(s, row_batch, sums);
 }
 
 // Rows of logits over actions with a dense target: SoftCrossEntropy.
@@ -134,15 +134,20 @@ void with_entropy(const Segment& s, Function function) {
 
 // Stores the losses and entropies of a policy's rows.
 template <class A>
-void store_policy(const Segment& s, const Bundle& bundle, const BundleSums<A>& sums) {
-  with_entropy<A, kSubtractsEntropy>(s, [&](auto formula) { store_losses<true>(s, bundle, sums, formula); });
+void store_policy(const Segment& s, const RowBatch& row_batch, const RowBatchSums<A>& sums) {
+  with_entropy<A, kSubtractsEntropy>(s, [&](auto formula) { store_losses<true>(s, row_batch, sums, formula); });
 }
 
 template <class T, class A>
 void soft_cross_entropy_row(
-    const Segment& s, const Bundle& bundle, int64_t lane, Extremes<A> extremes, A* scratch, BundleSums<A>& sums) {
+    const Segment& s,
+    const RowBatch& row_batch,
+    int64_t lane,
+    Extremes<A> extremes,
+    A* scratch,
+    RowBatchSums<A>& sums) {
   using Formula = CrossEntropy<Lanes<A>, 0>;
-  const int64_t row = bundle.first + lane;
+  const int64_t row = row_batch.first + lane;
   const int64_t width = s.width;
   const T* logits = row_of<T>(s.prediction, row);
   const Softmax<A> softmax = softmax_of<false>(logits, width, extremes, ahead_of<T>(s, row), scratch);
@@ -166,7 +171,7 @@ void soft_cross_entropy_row(
   if (s.gradient.data == nullptr) {
     return;
   }
-  const A c = static_cast<A>(bundle.coefficients[lane]);
+  const A c = static_cast<A>(row_batch.coefficients[lane]);
   const auto row_factors = CrossEntropy<A, 0>::factors(row_sums, A(1) / softmax.sum, A(1));
   // Not in a function, which would hide from compilers that the coefficient is 1.
   const CrossEntropyFactors<Lanes<A>> factors{
@@ -179,12 +184,12 @@ void soft_cross_entropy_row(
 }
 
 template <class A>
-void soft_cross_entropy_rows(const Segment& s, const Bundle& bundle, A* scratch) {
-  const BundleSums<A> sums =
-      row_by_row<A>(s, bundle, [&](auto type, int64_t i, Extremes<A> extremes, BundleSums<A>& row_sums) {
-        soft_cross_entropy_row<decltype(type)>(s, bundle, i, extremes, scratch, row_sums);
+void soft_cross_entropy_rows(const Segment& s, const RowBatch& row_batch, A* scratch) {
+  const RowBatchSums<A> sums =
+      row_by_row<A>(s, row_batch, [&](auto type, int64_t i, Extremes<A> extremes, RowBatchSums<A>& row_sums) {
+        soft_cross_entropy_row<decltype(type)>(s, row_batch, i, extremes, scratch, row_sums);
       });
-  store_policy(s, bundle, sums);
+  store_policy(s, row_batch, sums);
 }
 
 } // namespace

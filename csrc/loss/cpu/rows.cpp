@@ -24,7 +24,7 @@ const RunRows run_rows_kernel = GRADSCALE_CPU_KERNEL(run_rows);
 #include "../../formulas/targets.h"
 #include "../kinds.h"
 
-#include "bundles.h"
+#include "row_batches.h"
 
 #include "logits_rows.h"
 #include "own_rows.h"
@@ -38,11 +38,11 @@ namespace {
 template <class A>
 void run_rows_of(const Pass& pass, const Segment& s, int64_t begin, int64_t end, A* scratch) {
   const bool side_by_side = s.width <= kShortRow;
-  const auto bundles = [&](auto run) { each_bundle(pass, s, begin, end, run); };
+  const auto row_batches = [&](auto run) { each_row_batch(pass, s, begin, end, run); };
   const auto each = [&](auto run) {
-    bundles([&](const Bundle& bundle) {
-      for (int64_t i = 0; i < bundle.count; ++i) {
-        run(bundle.first + i, bundle.coefficients[i]);
+    row_batches([&](const RowBatch& row_batch) {
+      for (int64_t i = 0; i < row_batch.count; ++i) {
+        run(row_batch.first + i, row_batch.coefficients[i]);
       }
     });
   };
@@ -50,15 +50,15 @@ void run_rows_of(const Pass& pass, const Segment& s, int64_t begin, int64_t end,
   dispatch_kind<A>(
       *s.head,
       [&](auto encode) {
-        bundles([&](const Bundle& bundle) {
-          const Targets<decltype(encode(0.0))> targets(s, bundle);
-          side_by_side ? short_categorical_rows<A>(s, bundle, targets.encoded)
-                       : categorical_rows(s, bundle, targets.encoded, scratch);
+        row_batches([&](const RowBatch& row_batch) {
+          const Targets<decltype(encode(0.0))> targets(s, row_batch);
+          side_by_side ? short_categorical_rows<A>(s, row_batch, targets.encoded)
+                       : categorical_rows(s, row_batch, targets.encoded, scratch);
         });
       },
       [&] {
-        bundles([&](const Bundle& bundle) {
-          side_by_side ? short_policy_rows<A>(s, bundle) : soft_cross_entropy_rows(s, bundle, scratch);
+        row_batches([&](const RowBatch& row_batch) {
+          side_by_side ? short_policy_rows<A>(s, row_batch) : soft_cross_entropy_rows(s, row_batch, scratch);
         });
       },
       [&](auto tag) {

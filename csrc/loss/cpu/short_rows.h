@@ -76,12 +76,12 @@ GRADSCALE_HOST_DEVICE void each_square(int64_t width, Body body) {
 }
 
 template <class A>
-void read_columns(const Rows& rows, const Bundle& bundle, int64_t width, Columns<A>& columns) {
+void read_columns(const Rows& rows, const RowBatch& row_batch, int64_t width, Columns<A>& columns) {
   dispatch_element(rows.element, [&](auto type) {
     using T = decltype(type);
     if constexpr (std::is_same_v<A, Accumulate<T>>) {
-      const T* begin = row_of<T>(rows, bundle.first);
-      const int64_t stride = rows.stride, last = bundle.count - 1;
+      const T* begin = row_of<T>(rows, row_batch.first);
+      const int64_t stride = rows.stride, last = row_batch.count - 1;
       each_square(width, [=, &columns](int64_t first, auto lanes) {
         const T* row = begin + first;
         transpose<A>(
@@ -95,7 +95,7 @@ void read_columns(const Rows& rows, const Bundle& bundle, int64_t width, Columns
       });
     } else { // targets of another type than the predictions
       for (int64_t i = 0; i < kLanes; ++i) {
-        const T* row = lane_row<T>(rows, bundle, i);
+        const T* row = lane_row<T>(rows, row_batch, i);
         for (int64_t j = 0; j < width; ++j) {
           columns.at[j][i] = static_cast<A>(to_accumulate(row[j]));
         }
@@ -105,12 +105,12 @@ void read_columns(const Rows& rows, const Bundle& bundle, int64_t width, Columns
 }
 
 template <class A>
-void write_columns(const Rows& rows, const Bundle& bundle, int64_t width, const Columns<A>& columns) {
+void write_columns(const Rows& rows, const RowBatch& row_batch, int64_t width, const Columns<A>& columns) {
   dispatch_element(rows.element, [&](auto type) {
     using G = decltype(type);
     if constexpr (std::is_same_v<A, Accumulate<G>>) {
-      G* const begin = static_cast<G*>(rows.data) + bundle.first * rows.stride;
-      const int64_t stride = rows.stride, count = bundle.count;
+      G* const begin = static_cast<G*>(rows.data) + row_batch.first * rows.stride;
+      const int64_t stride = rows.stride, count = row_batch.count;
       each_square(width, [=, &columns](int64_t first, auto lanes) {
         G* row = begin + first;
         transpose<A>(
@@ -127,7 +127,7 @@ void write_columns(const Rows& rows, const Bundle& bundle, int64_t width, const 
   });
 }
 
-// The logits of a bundle, and the numbers computed from them.
+// The logits of a row batch, and the numbers computed from them.
 template <class A>
 struct ShortRows {
   Columns<A> x;           // logits, then their exponentials, then the gradient
@@ -138,7 +138,7 @@ struct ShortRows {
   // Replaces logits by exponentials, and stores the differences. The moment weights exponentials by positions, or by
   // differences for a policy.
   template <bool is_policy>
-  BundleSums<A> sums(int64_t width) {
+  RowBatchSums<A> sums(int64_t width) {
     using Formula = CrossEntropy<Lanes<A>, 0>;
     Lanes<A> maximum = -static_cast<A>(INFINITY), smallest = A(0);
     for (int64_t j = 0; j < width; ++j) {
@@ -163,7 +163,7 @@ struct ShortRows {
       differences.store_column(j, d);
       x.store_column(j, e);
     }
-    BundleSums<A> sums;
+    RowBatchSums<A> sums;
     for (int k = 0; k < Formula::kSums; ++k) {
       store_lanes(sums.at[k], row_sums[k]);
     }
@@ -182,9 +182,9 @@ struct ShortRows {
 
   // Writes the gradient.
   template <class Formula>
-  void write_gradient(const Segment& s, const Bundle& bundle, const BundleSums<A>& sums, Formula formula) {
-    for (int64_t i = 0; i < bundle.count; ++i) {
-      s.metrics[bundle.first + i] = {0, largest_logits[i]};
+  void write_gradient(const Segment& s, const RowBatch& row_batch, const RowBatchSums<A>& sums, Formula formula) {
+    for (int64_t i = 0; i < row_batch.count; ++i) {
+      s.metrics[row_batch.first + i] = {0, largest_logits[i]};
     }
     if (s.gradient.data == nullptr) {
       return;
@@ -192,7 +192,7 @@ struct ShortRows {
     A coefficients[kLanes];
 #pragma omp simd
     for (int64_t i = 0; i < kLanes; ++i) {
-      coefficients[i] = static_cast<A>(bundle.coefficients[i]);
+      coefficients[i] = static_cast<A>(row_batch.coefficients[i]);
     }
     const Lanes<A> c = load_lanes(coefficients);
     Lanes<A> row_sums[Formula::kSums];
@@ -208,32 +208,32 @@ struct ShortRows {
     }
     A stored[kLanes];
     store_lanes(stored, squares);
-    for (int64_t i = 0; i < bundle.count; ++i) {
-      s.metrics[bundle.first + i].gradient_square =
+    for (int64_t i = 0; i < row_batch.count; ++i) {
+      s.metrics[row_batch.first + i].gradient_square =
           factor_can_wait(stored[i], coefficients[i]) ? squared(coefficients[i]) * stored[i] : row_squares(s.width, i);
     }
-    write_columns(s.gradient, bundle, s.width, x);
+    write_columns(s.gradient, row_batch, s.width, x);
   }
 };
 
 // Short rows of the heads with a support: see categorical_row().
 template <class A, class Target>
-[[gnu::noinline]] void short_categorical_rows(const Segment& s, const Bundle& bundle, const Target* targets) {
+[[gnu::noinline]] void short_categorical_rows(const Segment& s, const RowBatch& row_batch, const Target* targets) {
   using Formula = CrossEntropy<A, 0>;
   const Smoothing<A> smoothing(s.head->label_smoothing, s.width);
   ShortRows<A> rows;
   std::fill(rows.target.at[0], rows.target.at[s.width], smoothing.everywhere);
-  for (int64_t i = 0; i < bundle.count; ++i) {
+  for (int64_t i = 0; i < row_batch.count; ++i) {
     targets[i].for_each(
         [&](int32_t j, double mass) { rows.target.at[j][i] = smoothing.smoothed(static_cast<A>(mass)); });
   }
-  read_columns(s.prediction, bundle, s.width, rows.x);
-  BundleSums<A> sums = rows.template sums<false>(s.width);
+  read_columns(s.prediction, row_batch, s.width, rows.x);
+  RowBatchSums<A> sums = rows.template sums<false>(s.width);
   for (A& mass : sums.at[Formula::kMass]) {
     mass = one_or_nan(mass);
   }
   if (s.head->support.raw) {
-    for (int64_t i = 0; i < bundle.count; ++i) {
+    for (int64_t i = 0; i < row_batch.count; ++i) {
       A values[kShortRow];
       for (int64_t j = 0; j < s.width; ++j) {
         values[j] = rows.x.at[j][i];
@@ -241,24 +241,24 @@ template <class A, class Target>
       sums.at[Formula::kWeighted][i] = raw_moment(values, s.head->support);
     }
   }
-  store_losses<false>(s, bundle, sums, Formula{});
-  store_decoded(s, bundle, sums);
-  rows.write_gradient(s, bundle, sums, CrossEntropy<Lanes<A>, 0>{});
+  store_losses<false>(s, row_batch, sums, Formula{});
+  store_decoded(s, row_batch, sums);
+  rows.write_gradient(s, row_batch, sums, CrossEntropy<Lanes<A>, 0>{});
 }
 
 // Reads the smoothed targets of short_policy_rows(). A class index out of range gives a row of NaN.
 template <class A>
-void read_target_columns(const Segment& s, const Bundle& bundle, Columns<A>& target) {
+void read_target_columns(const Segment& s, const RowBatch& row_batch, Columns<A>& target) {
   const int64_t width = s.width;
   if (s.target.element == Element::int64) {
     for (int64_t i = 0; i < kLanes; ++i) {
-      const int32_t chosen = class_of(*lane_row<int64_t>(s.target, bundle, i), width);
+      const int32_t chosen = class_of(*lane_row<int64_t>(s.target, row_batch, i), width);
       for (int64_t j = 0; j < width; ++j) {
         target.at[j][i] = class_mass(chosen, j);
       }
     }
   } else {
-    read_columns(s.target, bundle, width, target);
+    read_columns(s.target, row_batch, width, target);
   }
   if (s.head->label_smoothing != 0) {
     const Smoothing<A> smoothing(s.head->label_smoothing, width);
@@ -270,18 +270,18 @@ void read_target_columns(const Segment& s, const Bundle& bundle, Columns<A>& tar
 
 // Short rows of policies: see soft_cross_entropy_row().
 template <class A>
-[[gnu::noinline]] void short_policy_rows(const Segment& s, const Bundle& bundle) {
+[[gnu::noinline]] void short_policy_rows(const Segment& s, const RowBatch& row_batch) {
   ShortRows<A> rows;
-  read_columns(s.prediction, bundle, s.width, rows.x);
-  read_target_columns(s, bundle, rows.target);
-  BundleSums<A> sums = rows.template sums<true>(s.width);
+  read_columns(s.prediction, row_batch, s.width, rows.x);
+  read_target_columns(s, row_batch, rows.target);
+  RowBatchSums<A> sums = rows.template sums<true>(s.width);
   for (int64_t i = 0; i < kLanes && s.head->subtract_target_entropy; ++i) {
     const A* first = &rows.target.at[0][i];
     sums.at[CrossEntropy<A, 0>::kNegativeEntropy][i] =
         negative_entropy<A>(s.width, [=](int64_t j) { return first[j * kLanes]; });
   }
-  store_policy(s, bundle, sums);
-  with_entropy<Lanes<A>>(s, [&](auto formula) { rows.write_gradient(s, bundle, sums, formula); });
+  store_policy(s, row_batch, sums);
+  with_entropy<Lanes<A>>(s, [&](auto formula) { rows.write_gradient(s, row_batch, sums, formula); });
 }
 
 } // namespace

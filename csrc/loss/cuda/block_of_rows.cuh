@@ -19,7 +19,7 @@ struct BlockOfRows {
   const Pass& pass;
   int32_t rows_per_warp; // as in DevicePass
   const char* table;
-  const Span& span;
+  const RowRange& row_range;
   const Head& head;
   const Coefficients& coefficients;
   const Segment& segment;

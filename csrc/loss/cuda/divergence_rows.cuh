@@ -221,11 +221,11 @@ class DivergenceRows {
     const float factor = head_.factor(static_cast<double>(INFINITY), loss_.coefficient);
     double own_divergence = 0, own_square = 0;
     float largest = 0;
-    int holder = warp_.lane & -lanes_per_row;
+    int owner = warp_.lane & -lanes_per_row;
     load(0);
 #pragma unroll 1
-    for (int begin = 0; begin < warp_.count; begin += kSideBySide, ++holder) {
-      const float row_factor = held_by<lanes_per_row>(holder, factor);
+    for (int begin = 0; begin < warp_.count; begin += kSideBySide, ++owner) {
+      const float row_factor = from_owner<lanes_per_row>(owner, factor);
       double divergence = 0, square = 0;
       largest_ = 0;
 #pragma unroll 1
@@ -234,7 +234,7 @@ class DivergenceRows {
       }
       divergence = lane_sum<lanes_per_row>(divergence);
       square = lane_sum<lanes_per_row>(square);
-      const bool counts = loss_.counts(holder), is_free = divergence < head_.free_nats;
+      const bool counts = loss_.counts(owner), is_free = divergence < head_.free_nats;
       if (kWantsGradient && (is_free || !counts) && has_row(begin)) {
 #pragma unroll 1
         for (int turn = 0; turn < kTurns; ++turn) {
@@ -245,7 +245,7 @@ class DivergenceRows {
       }
       to_ += kSideBySide * block_.segment.gradient.stride;
       largest = counts ? larger(largest, largest_) : largest;
-      if (holder == warp_.lane) {
+      if (owner == warp_.lane) {
         own_divergence = divergence;
         own_square = is_free ? 0 : square;
       }

@@ -92,7 +92,7 @@ struct LaneLoss {
   RowsOfWarp warp;
   float coefficient; // of the gradient of this lane's row
   uint32_t counted;  // bit l is set if the row that lane l holds is neither masked nor skipped
-  int holder = 0;    // the lane that holds the numbers of the row being computed; set by begin_row()
+  int owner = 0;     // the lane that holds the numbers of the row being computed; set by begin_row()
   Smoothing<float> smoothing;
 
   GRADSCALE_DEVICE LaneLoss(const BlockOfRows& block, const RowsOfWarp& warp, bool smooths, int width)
@@ -105,7 +105,7 @@ struct LaneLoss {
     return (counted >> lane & 1) != 0;
   }
   GRADSCALE_DEVICE bool counts() const {
-    return counts(holder);
+    return counts(owner);
   }
   GRADSCALE_DEVICE void store(float loss, float detail, float largest_logit, float square) const {
     if (warp.has_row()) {
@@ -128,16 +128,16 @@ class BinsLoss : public Shape, public BinSums<raw>, public LaneLoss {
   static constexpr bool kKeepsDifferences = false;
 
   GRADSCALE_DEVICE BinsLoss(const BlockOfRows& block, const RowsOfWarp& warp)
-      : Sums(reinterpret_cast<const float*>(block.table + block.span.raw_centers)),
+      : Sums(reinterpret_cast<const float*>(block.table + block.row_range.raw_centers)),
         LaneLoss(block, warp, smooths, Shape::kWidth),
         bins_(block.segment.target.load(warp.own()), block.head.sigma_ratio, support()) {
     coefficient = bins_.is_nan() ? NAN : coefficient;
   }
 
-  GRADSCALE_DEVICE void begin_row(int row_holder, const Packets& packets, const Exponent&) {
-    holder = row_holder;
+  GRADSCALE_DEVICE void begin_row(int row_owner, const Packets& packets, const Exponent&) {
+    owner = row_owner;
     if constexpr (Shape::kWantsGradient) {
-      with_mass_ = packets.mask(held_by<Shape::kLanes>(holder, bins_.begin), bins_.count_of(holder));
+      with_mass_ = packets.mask(from_owner<Shape::kLanes>(owner, bins_.begin), bins_.count_of(owner));
     }
   }
 
@@ -146,7 +146,7 @@ class BinsLoss : public Shape, public BinSums<raw>, public LaneLoss {
 
   GRADSCALE_DEVICE void gradient(
       const float (&sums)[kSums], const Packets& packets, Values& e, const Values&, const Values&) const {
-    const float c = held_by<Shape::kLanes>(holder, coefficient);
+    const float c = from_owner<Shape::kLanes>(owner, coefficient);
     const auto factors = RowFormula::factors({sums[kSum], 1, 0, 0}, approximate_reciprocal(sums[kSum]), c);
 #pragma unroll
     for (float& value : e) {
@@ -206,7 +206,7 @@ class BinsLoss : public Shape, public BinSums<raw>, public LaneLoss {
     for (int begin = 0; begin < warp.count; begin += rows) {
       // The row whose bins this lane finishes, and the lane that holds its numbers.
       const int index = Bins::kLanes == 1 ? warp.row : begin + warp.lane / Bins::kLanes;
-      const int lane = Bins::kLanes == 1 ? warp.lane : RowsOfWarp::holder_of(index, Shape::kLanes);
+      const int lane = Bins::kLanes == 1 ? warp.lane : RowsOfWarp::owner_of(index, Shape::kLanes);
       const Bins bins = bins_.from_lane(lane);
       const Exponent exponent(from_lane(own_maximum, lane));
       const float inverse_sum = from_lane(own_inverse_sum, lane);
@@ -266,11 +266,11 @@ class PolicyLoss : public Shape, public LaneLoss {
     }
   }
 
-  GRADSCALE_DEVICE void begin_row(int row_holder, const Packets&, const Exponent& exponent) {
-    holder = row_holder;
+  GRADSCALE_DEVICE void begin_row(int row_owner, const Packets&, const Exponent& exponent) {
+    owner = row_owner;
     row_formula_ = {entropy_weight_ * exponent.unit()};
     if constexpr (kIsClass) {
-      row_class_ = held_by<Shape::kLanes>(holder, class_);
+      row_class_ = from_owner<Shape::kLanes>(owner, class_);
     }
   }
 
@@ -298,7 +298,7 @@ class PolicyLoss : public Shape, public LaneLoss {
 
   GRADSCALE_DEVICE void gradient(
       const float (&sums)[kSums], const Packets&, Values& e, const Values& d, const Values& t) const {
-    const float c = held_by<Shape::kLanes>(holder, coefficient);
+    const float c = from_owner<Shape::kLanes>(owner, coefficient);
     const auto factors = RowFormula::factors(sums, approximate_reciprocal(sums[RowFormula::kSum]), c);
 #pragma unroll
     for (int n = 0; n < Shape::kElements; ++n) {

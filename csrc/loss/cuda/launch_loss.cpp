@@ -169,11 +169,11 @@ std::pair<int64_t, int64_t> share_totals(const Pass& pass, DevicePass& argument)
   constexpr int64_t enough_blocks = 128;                             // fill most GPUs
   const int64_t sets = std::max<int64_t>(1, (pass.batch + 31) / 32); // a set without samples has sums of 0
   int64_t warps = std::min(pass.num_heads, most_warps);              // for more heads, they repeat
-  for (; 2 * warps <= most_warps && sets > enough_blocks << argument.sets_shift; warps *= 2) {
-    ++argument.sets_shift;
+  for (; 2 * warps <= most_warps && sets > enough_blocks << argument.set_bits; warps *= 2) {
+    ++argument.set_bits;
   }
-  for (; 2 * warps <= most_warps && 1 << argument.parts_shift < pass.steps; warps *= 2) {
-    ++argument.parts_shift;
+  for (; 2 * warps <= most_warps && 1 << argument.part_bits < pass.steps; warps *= 2) {
+    ++argument.part_bits;
   }
   return {warps, sets};
 }
@@ -191,7 +191,7 @@ class Launches {
     argument_.rows_per_warp = balanced_rows_per_warp(pass.batch * pass.num_segments, multiprocessors());
     for (int64_t i = 0; i < pass.num_segments; ++i) {
       if (!pass.is_backward || pass.segments[i].gradient.data != nullptr) {
-        add_to_span(i);
+        add_to_row_range(i);
       }
     }
     constexpr int64_t most_blocks = INT32_MAX / 2; // the index of a block plus their number does not overflow
@@ -208,8 +208,8 @@ class Launches {
     argument_.heads = table_.add(pass.heads, pass.num_heads);
     argument_.coefficients = table_.add(pass.coefficients, pass.num_heads);
     argument_.segments = table_.add(pass.segments, pass.num_segments);
-    argument_.num_spans = static_cast<int64_t>(spans_.size());
-    argument_.spans = table_.add(spans_.data(), argument_.num_spans);
+    argument_.num_row_ranges = static_cast<int64_t>(row_ranges_.size());
+    argument_.row_ranges = table_.add(row_ranges_.data(), argument_.num_row_ranges);
     argument_.table = table_.build(device);
     rows_name_ = &loss_rows_for(row_kinds_, argument_.table.outside == nullptr);
   }
@@ -245,7 +245,7 @@ class Launches {
     const int64_t num_heads = argument_.pass.num_heads;
     const auto [warps, sets] = share_totals(argument_.pass, argument_);
     totals_threads_ = static_cast<int>(32 * warps);
-    totals_blocks_ = (sets + (1 << argument_.sets_shift) - 1) >> argument_.sets_shift;
+    totals_blocks_ = (sets + (1 << argument_.set_bits) - 1) >> argument_.set_bits;
     const auto bytes_of_block = static_cast<int64_t>(sizeof(LossSums) + num_heads * sizeof(HeadSums));
     workspace_ =
         device.memory(totals_blocks_ * bytes_of_block + static_cast<int64_t>(sizeof(LossSums))); // the counter, aligned
@@ -254,7 +254,7 @@ class Launches {
     argument_.blocks_done = reinterpret_cast<unsigned*>(argument_.partial.heads + totals_blocks_ * num_heads);
   }
 
-  void add_to_span(int64_t index) {
+  void add_to_row_range(int64_t index) {
     const Segment& segment = argument_.pass.segments[index];
     constexpr int64_t widest = INT32_MAX - 64;
     TORCH_CHECK_VALUE(
@@ -275,10 +275,10 @@ class Launches {
     const auto head = static_cast<int32_t>(segment.head - argument_.pass.heads);
     const int64_t rows_per_block = rows_of_block(specification.lanes, threads);
     const int64_t blocks = (argument_.pass.batch + rows_per_block - 1) / rows_per_block;
-    const bool follows = !spans_.empty() && last_segment_ == index - 1 && spans_.back().head == head &&
-                         spans_.back().row_kind == row_kind;
+    const bool follows = !row_ranges_.empty() && last_segment_ == index - 1 && row_ranges_.back().head == head &&
+                         row_ranges_.back().row_kind == row_kind;
     if (!follows) {
-      spans_.push_back(
+      row_ranges_.push_back(
           {head,
            static_cast<int32_t>(index),
            static_cast<int32_t>(blocks_),
@@ -314,10 +314,10 @@ class Launches {
   DevicePass argument_{};
   at::Tensor workspace_; // the partial sums and the counter of blocks
   TableBuilder table_;
-  std::vector<Span> spans_;
+  std::vector<RowRange> row_ranges_;
   std::vector<RowSpecification> row_kinds_;
   const std::string* rows_name_ = nullptr; // of loss_rows
-  int64_t last_segment_ = -1;              // of the last span
+  int64_t last_segment_ = -1;              // of the last row range
   int64_t blocks_ = 0;                     // of loss_rows
 };
 

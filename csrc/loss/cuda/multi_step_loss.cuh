@@ -57,13 +57,13 @@ GRADSCALE_DEVICE void run_rows(int32_t index, const BlockOfRows& block) {
   }
 }
 
-// The span that contains a block. A call has few spans, usually one for each head.
-GRADSCALE_DEVICE const Span& block_span(const Span* spans, int64_t count, int32_t block) {
-  int64_t span = 0;
-  while (span + 1 < count && spans[span + 1].first_block <= block) {
-    ++span;
+// The row range that contains a block. A call has few row ranges, usually one for each head.
+GRADSCALE_DEVICE const RowRange& block_row_range(const RowRange* row_ranges, int64_t count, int32_t block) {
+  int64_t row_range = 0;
+  while (row_range + 1 < count && row_ranges[row_range + 1].first_block <= block) {
+    ++row_range;
   }
-  return spans[span];
+  return row_ranges[row_range];
 }
 
 template <class... Rows>
@@ -97,23 +97,24 @@ loss_rows(GRADSCALE_ARGUMENT(DevicePass) device) {
   for (auto index = static_cast<int32_t>(blockIdx.x); index < blocks; index += static_cast<int32_t>(gridDim.x)) {
     int32_t thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread)); // what depends on it is not kept for the next block
-    const Span& span = block_span(reinterpret_cast<const Span*>(table + device.spans), device.num_spans, index);
-    const int32_t place = index - span.first_block;
+    const RowRange& row_range =
+        block_row_range(reinterpret_cast<const RowRange*>(table + device.row_ranges), device.num_row_ranges, index);
+    const int32_t place = index - row_range.first_block;
     // The compiler does not know that numbers of the table are uniform. If it does, it needs fewer registers.
-    const int32_t step = place / span.blocks_per_segment, head = uniform(span.head);
+    const int32_t step = place / row_range.blocks_per_segment, head = uniform(row_range.head);
     const BlockOfRows block{
         pass,
         device.rows_per_warp,
         table,
-        span,
+        row_range,
         reinterpret_cast<const Head*>(table + device.heads)[head],
         reinterpret_cast<const Coefficients*>(table + device.coefficients)[head],
-        reinterpret_cast<const Segment*>(table + device.segments)[uniform(span.first_segment + step)],
-        place - step * span.blocks_per_segment,
+        reinterpret_cast<const Segment*>(table + device.segments)[uniform(row_range.first_segment + step)],
+        place - step * row_range.blocks_per_segment,
         thread,
         reinterpret_cast<char*>(shared)};
     const bool computes = !pass.is_backward || block.segment.gradient.data != nullptr;
-    const int32_t row_kind = uniform(computes ? span.row_kind : -1);
+    const int32_t row_kind = uniform(computes ? row_range.row_kind : -1);
     if (row_kind >= 0) {
       run_rows<Rows...>(row_kind, block);
     }

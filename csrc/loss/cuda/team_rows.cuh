@@ -35,7 +35,7 @@ struct RowTask : RowOfThread {
   TensorRow prediction, target, gradient;
 
   GRADSCALE_DEVICE RowTask(const BlockOfRows& block, double* shared)
-      : RowOfThread(block.index, block.span.threads_per_row, block.pass.batch, shared),
+      : RowOfThread(block.index, block.row_range.threads_per_row, block.pass.batch, shared),
         block(block),
         width(active ? static_cast<int32_t>(block.segment.width) : 0),
         factor(block.factor_of(row)),
@@ -177,7 +177,7 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
     sums[Formula::kMass] = one_or_nan(sums[Formula::kMass]);
   }
   if (head.has_support() && head.support.raw) {
-    const char* centers = task.block.table + task.block.span.raw_centers; // in A
+    const char* centers = task.block.table + task.block.row_range.raw_centers; // in A
     sums[Formula::kWeighted] = raw_moment(row, maximum, reinterpret_cast<const A*>(centers));
   }
   const A sum = sums[Formula::kSum];

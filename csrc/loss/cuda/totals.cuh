@@ -58,7 +58,7 @@ class BlockOfSamples {
   SetSums* sets_;       // [sets]
   const char* const table_ = device_.table.template begin<inside>();
   const int lane_ = static_cast<int>(threadIdx.x) % 32, warp_ = uniform(static_cast<int>(threadIdx.x) / 32);
-  const int num_parts_ = 1 << device_.parts_shift, num_sets_ = 1 << device_.sets_shift;
+  const int num_parts_ = 1 << device_.part_bits, num_sets_ = 1 << device_.set_bits;
   const int warps_per_head_ = num_parts_ * num_sets_, warps_ = static_cast<int>(blockDim.x) / 32;
   const int heads_at_once_ = warps_ / warps_per_head_, num_heads_ = static_cast<int>(pass_.num_heads);
   const int part_ = warp_ % num_parts_, set_ = warp_ / num_parts_ % num_sets_, head_ = warp_ / warps_per_head_;

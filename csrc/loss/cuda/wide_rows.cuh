@@ -127,7 +127,7 @@ class WideRows {
     if constexpr (kKeepsTargets) {
       forget(targets_);
     }
-    class_ = forgotten(class_);
+    class_ = opaque(class_);
 #pragma unroll
     for (int c = 0; c < kPackets; ++c) {
       if (!kKeepsTargets && !kIsClass && c > 0 && c % kReadAhead == 0) {

@@ -47,8 +47,8 @@ class DecodeFormula : public Shape, public BinSums<raw> {
       coefficient_ = static_cast<float>(decoding_.grad_output.load(warp.own())) * support_.spacing;
     }
   }
-  GRADSCALE_DEVICE void begin_row(int holder, const Packets&, const Exponent&) {
-    holder_ = holder;
+  GRADSCALE_DEVICE void begin_row(int owner, const Packets&, const Exponent&) {
+    owner_ = owner;
   }
   GRADSCALE_DEVICE static bool counts() {
     return true;
@@ -67,8 +67,8 @@ class DecodeFormula : public Shape, public BinSums<raw> {
     const float rest = lane_sum<Shape::kLanes>(moment) * inverse_sum; // E - center
     const float expected = support_.middle + support_.spacing * (center + rest);
     const float slope = approximate_slope(transform, expected, support_.eps);
-    const float factor = held_by<Shape::kLanes>(holder_, coefficient_) * slope * inverse_sum;
-    const float offset = -factor * rest, again = forgotten(from_center);
+    const float factor = from_owner<Shape::kLanes>(owner_, coefficient_) * slope * inverse_sum;
+    const float offset = -factor * rest, again = opaque(from_center);
     Bins::forget_places();
 #pragma unroll
     for (int n = 0; n < Shape::kElements; ++n) {
@@ -88,7 +88,7 @@ class DecodeFormula : public Shape, public BinSums<raw> {
   const FloatSupport& support_;
   const RowsOfWarp& warp_;
   float coefficient_ = 0;
-  int holder_ = 0;
+  int owner_ = 0;
 };
 
 template <class T, class G, int width, int lanes_per_row, int packet, bool at_once, Transform transform, bool raw>

@@ -5,17 +5,17 @@ namespace GRADSCALE_VARIANT {
 namespace {
 
 // Up to 16 rows of a segment.
-struct Bundle {
+struct RowBatch {
   int64_t first;
   int64_t count;
   double coefficients[kLanes]; // 0 for masked rows
   bool unmasked[kLanes];
 };
 
-// The sums of CrossEntropy for a bundle's rows. kWeighted weights the exponentials by 2j - width + 1 or by raw centre
-// j, and by differences of logits for a policy. Lanes without a row hold numbers that are not used.
+// The sums of CrossEntropy for a row batch's rows. kWeighted weights the exponentials by 2j - width + 1 or by raw
+// centre j, and by differences of logits for a policy. Lanes without a row hold numbers that are not used.
 template <class A>
-struct BundleSums {
+struct RowBatchSums {
   A at[CrossEntropy<A, kSubtractsEntropy>::kSums][kLanes];
 };
 
@@ -34,8 +34,8 @@ struct Columns {
 
 // The row of a lane, or the first row for a lane without one.
 template <class T>
-const T* lane_row(const Rows& rows, const Bundle& bundle, int64_t lane) {
-  return row_of<T>(rows, bundle.first + (lane < bundle.count ? lane : 0));
+const T* lane_row(const Rows& rows, const RowBatch& row_batch, int64_t lane) {
+  return row_of<T>(rows, row_batch.first + (lane < row_batch.count ? lane : 0));
 }
 
 inline void clear_row(const Segment& s, int64_t row) {
@@ -47,33 +47,33 @@ inline void clear_row(const Segment& s, int64_t row) {
   }
 }
 
-// The bundle that begins with row `first`, of up to 16 rows before row `end`.
-inline Bundle bundle_of(const Pass& pass, const Segment& s, int64_t first, int64_t end) {
-  Bundle bundle{first, end - first < kLanes ? end - first : kLanes, {}, {}};
-  for (int64_t i = 0; i < bundle.count; ++i) {
+// The row batch that begins with row `first`, of up to 16 rows before row `end`.
+inline RowBatch row_batch_of(const Pass& pass, const Segment& s, int64_t first, int64_t end) {
+  RowBatch row_batch{first, end - first < kLanes ? end - first : kLanes, {}, {}};
+  for (int64_t i = 0; i < row_batch.count; ++i) {
     const RowFactor factor = pass.row_factor(s, first + i);
-    bundle.unmasked[i] = factor.counts;
-    bundle.coefficients[i] = factor.counts ? factor.coefficient : 0.0;
+    row_batch.unmasked[i] = factor.counts;
+    row_batch.coefficients[i] = factor.counts ? factor.coefficient : 0.0;
   }
-  return bundle;
+  return row_batch;
 }
 
-inline void clear_masked(const Segment& s, const Bundle& bundle) {
-  for (int64_t i = 0; i < bundle.count; ++i) {
-    if (!bundle.unmasked[i]) {
-      clear_row(s, bundle.first + i);
+inline void clear_masked(const Segment& s, const RowBatch& row_batch) {
+  for (int64_t i = 0; i < row_batch.count; ++i) {
+    if (!row_batch.unmasked[i]) {
+      clear_row(s, row_batch.first + i);
     }
   }
 }
 
-// Calls run(bundle) for the bundles of rows begin to end - 1. A masked row adds exactly nothing: its loss, metrics and
-// gradient are 0 whatever it holds, and only its detail, which does not depend on its target, is kept.
+// Calls run(row batch) for the row batches of rows begin to end - 1. A masked row adds exactly nothing: its loss,
+// metrics and gradient are 0 whatever it holds, and only its detail, which does not depend on its target, is kept.
 template <class Run>
-void each_bundle(const Pass& pass, const Segment& s, int64_t begin, int64_t end, Run run) {
+void each_row_batch(const Pass& pass, const Segment& s, int64_t begin, int64_t end, Run run) {
   for (int64_t first = begin; first < end; first += kLanes) {
-    const Bundle bundle = bundle_of(pass, s, first, end);
-    run(bundle);
-    clear_masked(s, bundle);
+    const RowBatch row_batch = row_batch_of(pass, s, first, end);
+    run(row_batch);
+    clear_masked(s, row_batch);
   }
 }
 
@@ -97,39 +97,39 @@ void transform_many(const Support& support, int64_t count, A* x) {
   }
 }
 
-inline void encode_many(const Head& head, const Bundle& bundle, const double* scalars, HLGaussTarget* targets) {
-  for (int64_t i = 0; i < bundle.count; ++i) {
+inline void encode_many(const Head& head, const RowBatch& row_batch, const double* scalars, HLGaussTarget* targets) {
+  for (int64_t i = 0; i < row_batch.count; ++i) {
     targets[i] = hl_gauss(scalars[i], head.support, head.sigma_ratio);
   }
 }
 
-inline void encode_many(const Head& head, const Bundle& bundle, const double* scalars, TwoHotTarget* targets) {
+inline void encode_many(const Head& head, const RowBatch& row_batch, const double* scalars, TwoHotTarget* targets) {
   double positions[kLanes];
   int32_t bins[kLanes];
 #pragma omp simd
   for (int64_t i = 0; i < kLanes; ++i) {
     positions[i] = clamp_finite(scalars[i]);
   }
-  transform_many</*inverse=*/false>(head.support, bundle.count, positions);
+  transform_many</*inverse=*/false>(head.support, row_batch.count, positions);
 #pragma omp simd
   for (int64_t i = 0; i < kLanes; ++i) {
     positions[i] = position_among_bins(positions[i], head.support);
     bins[i] = bin_below(positions[i], head.support);
   }
-  for (int64_t i = 0; i < bundle.count; ++i) {
+  for (int64_t i = 0; i < row_batch.count; ++i) {
     targets[i] = two_hot_from(scalars[i], positions[i], bins[i], head.support);
   }
 }
 
-// The targets over the bins of a bundle's rows.
+// The targets over the bins of a row batch's rows.
 template <class Target>
 struct Targets {
   Target encoded[kLanes];
 
-  Targets(const Segment& s, const Bundle& bundle) {
+  Targets(const Segment& s, const RowBatch& row_batch) {
     double scalars[kLanes] = {};
-    widen_column(s.target, bundle.first, bundle.count, scalars);
-    encode_many(*s.head, bundle, scalars, encoded);
+    widen_column(s.target, row_batch.first, row_batch.count, scalars);
+    encode_many(*s.head, row_batch, scalars, encoded);
   }
 };
 
@@ -140,33 +140,34 @@ Ahead ahead_of(const Segment& s, int64_t row) {
 
 // Not inlined, because loops that share a function with the loops of other heads get too few registers.
 template <class T, class A, class Run>
-[[gnu::noinline]] void run_row_by_row(const Segment& s, const Bundle& bundle, const Run& run, BundleSums<A>& sums) {
-  for (int64_t i = bundle.count; i < kLanes; ++i) {
+[[gnu::noinline]] void run_row_by_row(
+    const Segment& s, const RowBatch& row_batch, const Run& run, RowBatchSums<A>& sums) {
+  for (int64_t i = row_batch.count; i < kLanes; ++i) {
     for (auto& sum : sums.at) {
       sum[i] = 1;
     }
   }
-  for (int64_t i = 0; i < bundle.count; ++i) {
-    const T* logits = row_of<T>(s.prediction, bundle.first + i);
+  for (int64_t i = 0; i < row_batch.count; ++i) {
+    const T* logits = row_of<T>(s.prediction, row_batch.first + i);
     const Extremes<A> extremes = extremes_of<A>(logits, s.width);
     const A magnitude = std::max(-extremes.smallest, extremes.largest); // NaN if `smallest` is NaN
-    s.metrics[bundle.first + i] = {0, std::isfinite(magnitude) ? magnitude : largest_finite<A>(logits, s.width)};
+    s.metrics[row_batch.first + i] = {0, std::isfinite(magnitude) ? magnitude : largest_finite<A>(logits, s.width)};
     run(T(), i, extremes, sums);
   }
 }
 
-// Calls run(T(), lane, extremes of its logits, sums), where T is the type of the logits, for each row of a bundle.
+// Calls run(T(), lane, extremes of its logits, sums), where T is the type of the logits, for each row of a row batch.
 template <class A, class Run>
-BundleSums<A> row_by_row(const Segment& s, const Bundle& bundle, const Run& run) {
-  BundleSums<A> sums;
-  dispatch_rows<A>(s.prediction, [&](auto type) { run_row_by_row<decltype(type)>(s, bundle, run, sums); });
+RowBatchSums<A> row_by_row(const Segment& s, const RowBatch& row_batch, const Run& run) {
+  RowBatchSums<A> sums;
+  dispatch_rows<A>(s.prediction, [&](auto type) { run_row_by_row<decltype(type)>(s, row_batch, run, sums); });
   return sums;
 }
 
-// Stores the losses of a bundle's rows, and the entropies of policies.
+// Stores the losses of a row batch's rows, and the entropies of policies.
 template <bool is_policy, class A, int options>
 void store_losses(
-    const Segment& s, const Bundle& bundle, const BundleSums<A>& sums, const CrossEntropy<A, options>& formula) {
+    const Segment& s, const RowBatch& row_batch, const RowBatchSums<A>& sums, const CrossEntropy<A, options>& formula) {
   using Formula = CrossEntropy<A, options>;
   A loss[kLanes], entropy[kLanes];
 #pragma omp simd
@@ -178,15 +179,15 @@ void store_losses(
     loss[i] = formula.loss(row);
     entropy[i] = is_policy ? Formula::entropy(row) : A(0);
   }
-  s.loss.store(bundle.first, bundle.count, loss);
+  s.loss.store(row_batch.first, row_batch.count, loss);
   if (is_policy && s.detail.data != nullptr) {
-    s.detail.store(bundle.first, bundle.count, entropy);
+    s.detail.store(row_batch.first, row_batch.count, entropy);
   }
 }
 
 // Stores the decoded values of categorical rows.
 template <class A>
-void store_decoded(const Segment& s, const Bundle& bundle, const BundleSums<A>& sums) {
+void store_decoded(const Segment& s, const RowBatch& row_batch, const RowBatchSums<A>& sums) {
   using Formula = CrossEntropy<A, 0>;
   const Support& support = s.head->support;
   if (s.detail.data == nullptr) {
@@ -202,9 +203,9 @@ void store_decoded(const Segment& s, const Bundle& bundle, const BundleSums<A>& 
     for (int64_t i = 0; i < kLanes; ++i) {
       decoded[i] = expectation_from_moment(decoded[i], support);
     }
-    transform_many</*inverse=*/true>(support, bundle.count, decoded);
+    transform_many</*inverse=*/true>(support, row_batch.count, decoded);
   }
-  s.detail.store(bundle.first, bundle.count, decoded);
+  s.detail.store(row_batch.first, row_batch.count, decoded);
 }
 
 } // namespace
