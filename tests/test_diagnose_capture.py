@@ -117,6 +117,7 @@ def test_what_pytorch_checks_on_a_cpu_only():
 
     def step(x, y):
         torch.nn.functional.one_hot(y.argmax(1), 3)
+        y = y.clone()
         y[y > 0] = 0.0
         torch.quantile(y, 0.5)
         return learner.step(x, y.masked_fill(y > 1, 1.0))
@@ -158,7 +159,7 @@ def test_checks_that_a_capture_leaves_out(name):
 
     is_available = torch.cuda.is_available
     assert found(step, *learner.state()).ok
-    assert answers == [False, True, True]
+    assert answers == [False, True, True, True]  # the last one under the profiler
     assert torch.cuda.is_available is is_available
     assert "is_capturing" not in vars(torch.cuda.Stream)
     assert not CAPTURING["available"]()
@@ -234,8 +235,8 @@ def test_a_schedule():
         schedule.step()
 
     finding = only(found(step, *learner.state(), schedule))
-    assert (finding.code, finding.source) == ("stale_number", "self.optimizer.step()")
-    assert "SGD.param_groups[0]['lr'] is a Python number that changes: 0.05, then 0.025" in finding.cause
+    assert (finding.code, finding.source) == ("stale_number", "schedule.step()")
+    assert finding.cause == "the step changes SGD.param_groups[0]['lr'] (0.05, then 0.025), which a replay does not"
     assert "lr=torch.tensor(0.001, device=device), fused=True" in finding.remedy
 
 
@@ -301,7 +302,8 @@ def test_a_number_of_an_operator():
         count += 1
         return learner.step(x * (1 / count), y)  # a float
 
-    finding = only(found(step, *learner.state()))
+    counter, finding = found(step, *learner.state()).findings
+    assert counter.cause == "the step changes count (1, then 2), which a replay does not"
     assert (finding.code, finding.source) == ("stale_number", "return learner.step(x * (1 / count), y)  # a float")
     assert finding.cause == "mul gets the number 0.5, then 0.333333"
     assert "fill_()" in finding.remedy
@@ -324,7 +326,7 @@ def test_numbers_of_this_package():
         learner.optimizer.step()
 
     diagnosis = found(step, *learner.state())
-    lines = {source.partition("# ")[2] for code, source in codes(diagnosis) if code == "stale_number"}
+    lines = {(source or "").partition("# ")[2] for code, source in codes(diagnosis) if code == "stale_number"}
     assert {"scale", "discount", "weight"} <= lines
 
 
@@ -364,7 +366,7 @@ READS = {
     "categorical": (
         lambda t: torch.distributions.Categorical(logits=t, validate_args=True),
         "checks its arguments",
-        "validate_args=False",
+        "torch.distributions.Distribution.set_default_validate_args(False)",
     ),
     "number": (lambda t: t.add(t, alpha=t.sum()), "a tensor used as a number", "return the tensor"),
     "clip_error": (lambda t: gs.clip_gradients_([t], 1.0, nonfinite="error"), "waits", "return the tensor"),
@@ -393,7 +395,7 @@ def test_what_waits_for_the_device(name, capsys):
     diagnosis = found(step, *learner.state())
     syncs = [finding for finding in diagnosis.findings if finding.code == "sync"]
     assert any(cause in finding.cause and remedy in finding.remedy for finding in syncs), str(diagnosis)
-    assert all("read" in (finding.source or "") or "lambda t" in finding.source for finding in syncs)
+    assert all("read" in (finding.source or "") or "lambda t" in (finding.source or "") for finding in syncs)
 
 
 def test_a_scaler():
@@ -413,9 +415,17 @@ def test_a_scaler():
 
 
 def test_shapes_that_change():
-    learner = Learner()
-    diagnosis = found(learner.step, *learner.state(), given=[batches(1)[0], batches(1, size=5)[0]])
-    finding = only(diagnosis)
+    """Two sizes of a batch are two right graphs."""
+    learner, sizes = Learner(), iter((8, 8, 5, 5))
+    given = [batches(1)[0], batches(1, size=5)[0]]
+    assert found(learner.step, *learner.state(), given=given).ok
+
+    def step(x, y):
+        size = next(sizes)
+        return learner.step(x[:size], y[:size])
+
+    slice_, finding, *_ = found(step, *learner.state()).findings
+    assert slice_.cause == "slice gets the number 8, then 5"
     assert finding.code == "changing_shape"
     assert "[8, 6]" in finding.cause
     assert "[5, 6]" in finding.cause
@@ -432,7 +442,8 @@ def test_operators_that_change():
             x = x.abs()  # only sometimes
         return learner.step(x, y)
 
-    finding = only(found(step, *learner.state()))
+    counter, finding = found(step, *learner.state()).findings
+    assert counter.cause.startswith("the step changes count (")
     assert (finding.code, finding.source) == ("changing_operators", "x = x.abs()  # only sometimes")
     assert "abs" in finding.cause
     assert "torch.where" in finding.remedy
@@ -448,7 +459,8 @@ def test_more_is_found_after_operators_that_change():
         loss = learner.step(x, y)
         return loss * count
 
-    assert [code for code, _ in codes(found(step, *learner.state()))] == ["changing_operators", "stale_number"]
+    expected = ["stale_number", "changing_operators", "stale_number"]  # count, abs, and the number of mul
+    assert [code for code, _ in codes(found(step, *learner.state()))] == expected
 
 
 HOST = {
@@ -503,7 +515,10 @@ def test_a_step_that_seeds(name):
         SEEDS[name](state, draws)
         return learner.step(x, y)
 
-    finding = only(found(step, *learner.state()))
+    finding, *others = found(step, *learner.state()).findings
+    assert [other.cause.partition(",")[0] for other in others] == ["the step draws from a random.Random"] * (
+        name == "another seed each time"
+    )
     assert finding.code == "generator"
     assert "sets the state of PyTorch's generator" in finding.cause
     assert "before" in finding.remedy
@@ -806,7 +821,8 @@ def test_batches_are_left_as_they_are(write):
         write(x)
         return learner.step(x, y)
 
-    assert found(step, *learner.state(), given=given).ok
+    diagnosis = found(step, *learner.state(), given=given)
+    assert {code for code, _ in codes(diagnosis)} == ({"argument"} if "mul_" in diagnosis.__str__() else set())
     assert bits(given) == bits(batches(2))
     assert not any(x.requires_grad or x.grad is not None for x, _ in given)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import sys
+import sysconfig
+import threading
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..diagnosis.lines import NOT_THE_USERS, Location
-from .arguments import Leaf, argument
+from .arguments import Arguments, Leaf, argument, flatten, refuse_result
+from .hooks import hook_location, hook_name, hooks_of, is_of_monitor
 from .record import Record
 from .remedies import RETURN_REMEDY, option_remedy, scheduler_remedy, step_count_remedy
 from .report import Code
@@ -21,6 +25,7 @@ from .snapshot import NUMBERS, Change, Snapshot, is_equal, is_same
 from .state import State, memory_of
 
 _MARK = "gradscale_ext"
+_NOT_TRACED = (*NOT_THE_USERS, sysconfig.get_path("stdlib"), "<")
 
 
 class Problem(NamedTuple):
@@ -30,71 +35,138 @@ class Problem(NamedTuple):
     cause: str
     remedy: str
     location: Location | None = None
+    is_certain: bool = True
+    """False if a graph may be right."""
+    key: str = ""
+    """The same for problems on a line that have one reason."""
 
     def __str__(self) -> str:
         at = f" at {self.location}: {self.location.source}" if self.location else ""
         return f"{self.cause}{at}; {self.remedy}"
 
 
-def problems(before: Snapshot, state: State, record: Record) -> Iterator[Problem]:
-    """What a step made or changed on the host or outside of the state, which a replay would not, or would wrongly."""
-    names = {saved.item.name for saved in before.tensors}
-    copies = dict(before.contents())
-    for name, tensor, *_ in state.tensors("kept", "optimizer"):
-        memory = memory_of(tensor)
-        if memory is not None and memory._cdata not in before.memory:
-            what = (
-                f"the step replaces {name} by another tensor, but a replay writes to the one that was captured",
-                "keep one tensor, and write to it with copy_()",
-            )
-            if name not in names:
-                what = (
-                    f"the step makes {name} in the call that is captured, and a replay would make it again, forgetting "
-                    "what it held",
-                    "raise warmup, so that a plain call makes it",
+class Refusals:
+    """What a step does that a replay would not repeat. Made before the step runs, and asked after it."""
+
+    def __init__(
+        self, step: Callable[..., Any], state: State, arguments: Arguments, inputs: list[torch.Tensor], given: Any
+    ) -> None:
+        """`inputs`: the tensors that the step gets as arguments. `given`: all its arguments, with these tensors."""
+        self._state, self._arguments, self._inputs, self._given = state, arguments, inputs, given
+        self._device = state.device()
+        self.before = Snapshot(state, lambda item: item.value.device.type == "cpu")
+        self._counters = Counters(step, [*given[0], *given[1].values()])
+        self.generators = HostGenerators()
+
+    def problems(self, record: Record, result: Any) -> Iterator[Problem]:
+        """Compare with what was before. Raises TypeError for a result that no graph can have."""
+        yield from self._results(flatten(result, refuse_result)[1])
+        yield from self._written_arguments(record)
+        if name := self._arguments.changed_in(self._given, self._inputs):
+            yield changed_argument(name)
+        yield from self._tensors(record)
+        yield from self._changes(record)
+        for name, root in self._state.roots.items():
+            if isinstance(root, torch.amp.GradScaler) and any(
+                own.get("found_inf_per_device") for own in root._per_optimizer_states.values()
+            ):
+                cause = f"the step calls {name}.step() without {name}.update(), which would find nothing after a replay"
+                yield Problem("stale_number", cause, "call update() in the step, too")
+        if self._device.type != "cpu" and self.before.random.has_drawn_on_cpu():
+            cause = "the step draws from PyTorch's generator of the CPU, and a replay would repeat the numbers"
+            yield Problem("generator", cause, "draw them before the step, or on the device")
+        yield from self.generators.changes()
+        for name, line in record.written_elsewhere():
+            cause = f"{name} writes to a tensor that is not part of the state"
+            yield Problem("unnamed_state", cause, "name what holds it in CapturedStep(step, ...)", line)
+        yield from self._counters.changes()
+
+    def _results(self, results: list[Leaf]) -> Iterator[Problem]:
+        for place, value in results:
+            if isinstance(value, torch.Tensor) and value.device != self._device:
+                cause = f"its result{place} is on {value.device}, where a replay computes nothing"
+                yield Problem("host_copy", cause, "return the tensor of the device, and move it afterwards")
+
+    def _written_arguments(self, record: Record) -> Iterator[Problem]:
+        written = record.written_arguments()
+        for (place, _), tensor in zip(self._arguments.tensors(), self._inputs, strict=True):
+            memory = memory_of(tensor)
+            if memory is not None and memory._cdata in written:
+                remedy = "write to a copy, x.clone(); a tensor of the state is used where it is, not as an argument"
+                line = record.written[memory._cdata][2]
+                yield Problem("argument", f"the step writes to {argument(place)}", remedy, line)
+
+    def _tensors(self, record: Record) -> Iterator[Problem]:
+        names = {saved.item.name for saved in self.before.tensors}
+        copies = dict(self.before.contents()) if self._device.type != "cpu" else {}
+        for name, tensor, *_ in self._state.tensors("kept", "optimizer"):
+            memory = memory_of(tensor)
+            if memory is not None and memory._cdata not in self.before.memory:
+                cause = f"the step replaces {name} by another tensor, but a replay writes to the one that was captured"
+                remedy, key = "keep one tensor, and write to it with copy_()", "replaced"
+                if name not in names:
+                    cause = f"the step makes {name} in the call that is captured, and a replay would make it again, "
+                    cause += "forgetting what it held"
+                    remedy, key = "raise warmup, so that a plain call makes it", "made"
+                yield Problem("unnamed_state", cause, remedy, record.line_that_made(memory), key=key)
+            if name in copies and not is_equal(tensor, copies[name]):
+                optimizer = optimizer_of(name, self._state)
+                remedy = step_count_remedy(optimizer) if optimizer is not None else "keep it on the device"
+                cause = f"the step changes {name}, a tensor of the CPU, which a replay does not"
+                yield Problem("stale_number", cause, remedy)
+
+    def _changes(self, record: Record) -> Iterator[Problem]:
+        """Numbers and modes of the state that the step changes."""
+        flags = (
+            Change("flag", f"{saved.item.name}.requires_grad", saved.requires_grad, saved.item.value.requires_grad)
+            for saved in self.before.tensors
+            if saved.requires_grad != saved.item.value.requires_grad and saved.item.role == "kept"
+        )
+        line = next(iter(record.schedulers.values()), None)
+        has_rate = False
+        for change in (*self.before.changes(), *flags):
+            is_option = change.item is not None and change.item.role == "options"
+            is_kept = is_option or (change.item is not None and change.item.role in ("optimizer", "updater"))
+            is_of_schedule = is_kept and not is_option and record.schedulers and self._is_scheduler(change)
+            if change.kind == "flag" or (is_kept and change.is_of_a_number and not is_of_schedule):
+                has_rate = has_rate or (is_option and change.key == "lr")
+                cause = f"the step changes {shown(change)}, which a replay does not"
+                yield Problem(
+                    "stale_number", cause, self._remedy(change), line if is_option else None, key=str(change.key)
                 )
-            yield Problem("unnamed_state", *what, record.line_that_made(memory))
-        if name in copies and not is_equal(tensor, copies[name]):
-            optimizer = optimizer_of(name, state)
-            remedy = step_count_remedy(optimizer) if optimizer is not None else "keep it on the device"
-            cause = f"the step changes {name}, a tensor of the CPU, which a replay does not"
-            yield Problem("stale_number", cause, remedy)
-    flags = (
-        Change("flag", f"{saved.item.name}.requires_grad", saved.requires_grad, saved.item.value.requires_grad)
-        for saved in before.tensors
-        if saved.requires_grad != saved.item.value.requires_grad and saved.item.role == "kept"
-    )
-    for change in (*before.changes(), *flags):
-        is_kept = change.item is not None and change.item.role in ("options", "optimizer", "updater")
-        if change.kind == "flag" or (is_kept and change.is_of_a_number):
-            cause = f"the step changes {shown(change)}, which a replay does not"
-            yield Problem("stale_number", cause, _remedy(change, state, has_schedule=bool(record.schedulers)))
-    for name, root in state.roots.items():
-        if isinstance(root, torch.amp.GradScaler) and any(
-            own.get("found_inf_per_device") for own in root._per_optimizer_states.values()
-        ):
-            cause = f"the step calls {name}.step() without {name}.update(), which after a replay has nothing to read"
-            yield Problem("stale_number", cause, "call update() in the step, too")
-    for kind, line in record.schedulers.items():
-        cause = f"the step calls {kind}.step(), which counts on the host and decides there what the rate becomes"
-        yield Problem("stale_number", cause, scheduler_remedy(), line)
-    for library in before.random.changes():
-        cause = f"the step draws from {library}, and a replay would repeat the numbers"
-        yield Problem("generator", cause, "draw them before the step")
-    for name, line in record.written_elsewhere():
-        cause = f"{name} writes to a tensor that is not part of the state"
-        yield Problem("unnamed_state", cause, "name what holds it in CapturedStep(step, ...)", line)
+        for kind, at in record.schedulers.items() if not has_rate else ():
+            cause = f"the step calls {kind}.step(), which counts on the host and decides there what the rate becomes"
+            yield Problem("stale_number", cause, scheduler_remedy(), at)
+
+    def _is_scheduler(self, change: Change) -> bool:
+        root = self._state.roots.get(change.name.partition(".")[0])
+        return not isinstance(root, torch.optim.Optimizer | torch.amp.GradScaler)
+
+    def _remedy(self, change: Change) -> str:
+        if change.kind == "flag":
+            return "write train(), eval() and requires_grad_() outside of the step"
+        if change.item is not None and change.item.role == "updater" and self._is_scheduler(change):
+            return scheduler_remedy()
+        own = option_remedy(optimizer_of(change.name, self._state), change.key) if change.item is not None else ""
+        return f"write {own}" if own else "change it outside of the step, and call reset() after a change"
 
 
-def written_arguments(arguments: Iterable[Leaf], inputs: Iterable[torch.Tensor], record: Record) -> Iterator[Problem]:
-    """The arguments that a step wrote to. `inputs`: the tensors that it got for them."""
-    written = record.written_arguments()
-    for (place, _), tensor in zip(arguments, inputs, strict=True):
-        memory = memory_of(tensor)
-        if memory is not None and memory._cdata in written:
-            remedy = "write to a copy, x.clone(); a tensor of the state is used where it is, not as an argument"
-            line = record.written[memory._cdata][2]
-            yield Problem("argument", f"the step writes to {argument(place)}", remedy, line)
+def hook_problems(state: State) -> Iterator[Problem]:
+    """Hooks that a replay does not run."""
+    for name, hook in hooks_of(state):
+        if not is_of_monitor(hook):
+            cause = f"{name} has the hook {hook_name(hook)}, which a replay would not run"
+            remedy = "remove it, or pass hooks='ignore' if it consists of calls of PyTorch, which the graph repeats"
+            yield Problem("python_hook", cause, remedy, hook_location(hook), key=name)
+
+
+def kept_graph_problems(state: State) -> Iterator[Problem]:
+    """A result of an earlier plain call that still holds its graph."""
+    is_distributed = any(type(module).__name__ == "DistributedDataParallel" for _, module in state.modules())
+    if not is_distributed and (name := kept_graph(state)):
+        cause = "a loss from before the first call, or another result with its graph, is still kept, and its graph "
+        cause += f"reaches {name}: a backward pass would leave the stream that is captured"
+        yield Problem("unnamed_state", cause, "keep loss.detach() in place of loss")
 
 
 def is_of_step(error: BaseException) -> bool:
@@ -103,24 +175,16 @@ def is_of_step(error: BaseException) -> bool:
     return not (isinstance(error, RuntimeError) or innermost.filename.startswith(NOT_THE_USERS))
 
 
+def location_of(error: BaseException) -> Location | None:
+    """The user's innermost line that an error passed."""
+    own = [at for at in traceback.extract_tb(error.__traceback__) if not at.filename.startswith(NOT_THE_USERS)]
+    return Location(own[-1].filename, own[-1].lineno or 0) if own else None
+
+
 def changed_argument(name: str) -> Problem:
     """The problem of a step that changes a list, dict or object that is an argument, or in one."""
     cause = f"the step puts something else in {name}, which the caller does not see, because a replay runs no Python"
     return Problem("argument", cause, "change a copy, such as dict(batch), and return what is new")
-
-
-def _remedy(change: Change, state: State, has_schedule: bool) -> str:
-    if change.kind == "flag":
-        return "call train(), eval() and requires_grad_() outside of the step"
-    root = state.roots.get(change.name.partition(".")[0])
-    is_updater = change.item is not None and change.item.role == "updater"
-    if is_updater and not isinstance(root, torch.optim.Optimizer | torch.amp.GradScaler):
-        return scheduler_remedy()
-    if change.key == "lr" and has_schedule:
-        return scheduler_remedy()
-    if change.key == "lr":
-        return f"write {option_remedy(optimizer_of(change.name, state), change.key)}"
-    return "change it outside of the step, and call reset() after a change"
 
 
 def changed_option(change: Change, state: State) -> str:
@@ -184,37 +248,76 @@ class Counters:
         for name, before in self._before.items():
             if name in now and not is_same(before, now[name]):
                 cause = f"the step changes {shown(Change('number', name, before, now[name]))}, which a replay does not"
-                yield Problem("stale_number", cause, RETURN_REMEDY)
+                yield Problem("stale_number", cause, RETURN_REMEDY, is_certain=False, key=name)
 
 
 class HostGenerators:
-    """The states of every generator of Python and NumPy that a program has made itself, wherever it is kept."""
+    """The states of the generators of Python and NumPy: the global ones, and all others that a program has made."""
 
     def __init__(self) -> None:
         """Note the states as they are."""
-        self._before = [(generator, _state_of(generator)) for generator in _own_generators()]
+        numpy = sys.modules.get("numpy.random")
+        of_all = {"Python's random": random._inst}  # type: ignore[attr-defined]
+        if numpy is not None:
+            of_all["NumPy's random"] = numpy.mtrand._rand
+        kinds = {random.Random, *((numpy.Generator, numpy.RandomState) if numpy is not None else ())}
+        every = [one for one in gc.get_objects() if type(one) in kinds]
+        own = [(_kind(one), one, False) for one in every if all(one is not known for known in of_all.values())]
+        self._generators = [*((name, one, True) for name, one in of_all.items()), *own]
+        self._before = [_state_of(one) for _, one, _ in self._generators]
+        self._now, self._lines = list(self._before), dict[int, Location]()
 
     def changes(self) -> Iterator[Problem]:
-        """A problem for each that has drawn numbers since. If other threads run, they may have drawn them."""
-        for generator, before in self._before:
-            if before != _state_of(generator):
-                kind = f"{type(generator).__module__.partition('.')[0]}.{type(generator).__name__}"
-                cause = f"the step draws from a {kind}, and a replay would repeat the numbers, or the choice"
-                yield Problem("generator", cause, "draw before the step, and pass tensors as arguments")
+        """A problem for each that has drawn numbers since. If other threads run, they may have drawn the numbers."""
+        for index, (name, generator, is_global) in enumerate(self._generators):
+            if self._before[index] != _state_of(generator):
+                cause = f"the step draws from {name}, and a replay would repeat the numbers, or the choice"
+                is_certain = is_global or threading.active_count() == 1
+                remedy = "draw before the step, and pass tensors as arguments"
+                if not is_certain:
+                    cause += " (unless another thread draws from it)"
+                yield Problem("generator", cause, remedy, self._lines.get(index), is_certain, key=name)
+
+    @contextlib.contextmanager
+    def noting_lines(self) -> Iterator[None]:
+        """In this context, note the lines of the user that draw, unless a debugger follows them."""
+        if sys.gettrace() is not None:
+            yield
+            return
+        last: Location | None = None
+
+        def trace(frame: types.FrameType, event: str, value: Any) -> Any:
+            nonlocal last
+            if frame.f_code.co_filename.startswith(_NOT_TRACED):
+                return None
+            for index, (_, generator, _) in enumerate(self._generators):
+                state = _state_of(generator)
+                if state != self._now[index] and last is not None:
+                    self._lines.setdefault(index, last)
+                self._now[index] = state
+            here = frame if event != "return" else frame.f_back
+            if here is not None and not here.f_code.co_filename.startswith(_NOT_TRACED):
+                last = Location(here.f_code.co_filename, here.f_lineno)
+            return trace
+
+        sys.settrace(trace)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
 
 
-def _own_generators() -> list[Any]:
-    numpy = sys.modules.get("numpy.random")
-    kinds = {random.Random, *((numpy.Generator, numpy.RandomState) if numpy is not None else ())}
-    of_all = [random._inst, None if numpy is None else numpy.mtrand._rand]
-    found = [one for one in gc.get_objects() if type(one) in kinds]
-    return [one for one in found if all(one is not known for known in of_all)]
+def _kind(generator: Any) -> str:
+    return f"a {type(generator).__module__.partition('.')[0]}.{type(generator).__name__}"
 
 
 def _state_of(generator: Any) -> Any:
     if hasattr(generator, "bit_generator"):
         return repr(generator.bit_generator.state)
-    return repr(generator.getstate() if hasattr(generator, "getstate") else generator.get_state())
+    if hasattr(generator, "getstate"):
+        return generator.getstate()
+    name, keys, *others = generator.get_state()
+    return name, keys.tobytes(), others
 
 
 def mark_kept_graphs(state: State) -> None:
@@ -238,9 +341,16 @@ def kept_graph(state: State) -> str:
 @torch.inference_mode(False)
 @torch.enable_grad()
 def _nodes(state: State) -> list[tuple[str, Any]]:
+    # torch.nn.utils.weight_norm keeps a weight, and with it the graph, until it makes another in the next call.
+    own = {
+        id(parameter)
+        for _, module in state.modules()
+        if any(isinstance(held, torch.Tensor) and held.grad_fn is not None for held in vars(module).values())
+        for parameter in module.parameters(recurse=False)
+    }
     leaves = ((name, tensor) for name, tensor, *_ in state.tensors("kept") if tensor.is_leaf and tensor.requires_grad)
     return [
         (name, torch.autograd.graph.get_gradient_edge(tensor).node.metadata)
         for name, tensor in leaves
-        if not torch.nn.parameter.is_lazy(tensor)
+        if id(tensor) not in own and not torch.nn.parameter.is_lazy(tensor)
     ]

@@ -3,38 +3,40 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import profiler_legacy
 
 from .. import _context, _structures
-from ..diagnosis.lines import Location, users_line
-from .arguments import flatten, refuse_result
-from .graphs import replaced
-from .hooks import Inside, hook_location, hook_name, hooks_of, is_of_monitor, rehearsing
-from .remedies import TENSOR_RATE, option_remedy, scheduler_remedy, step_count_remedy
+from .arguments import Arguments, Form, argument, flatten, like, read, refuse_result
+from .checks import Problem, Refusals, hook_problems, kept_graph_problems, mark_kept_graphs
+from .graphs import seeming_to_capture
+from .hooks import Inside, hook_location, rehearsing
+from .record import Difference, differences, recording, same_number, text_of_number
+from .remedies import scheduler_remedy, step_count_remedy
 from .report import CaptureDiagnosis, Findings
 from .snapshot import Snapshot
 from .state import Item, State
-from .watch import Call, Watch, counts_steps
+from .watch import Functions, Watch, counts_steps
 
 
 @_context.in_eager_mode("diagnose_capture: call it outside of a function with fullgraph=True")
 def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: Any) -> CaptureDiagnosis:
     """Find what a CUDA graph of a learner step would get wrong, without a GPU.
 
-    The step runs once on the first batch, so that optimizers make their state, and then once on each batch while its
-    calls of PyTorch are watched. A graph repeats the calls of one step, with the same numbers, shapes and memory; so
-    what differs between two steps, or waits for the device, is reported with its line. Afterwards everything in
-    `state` (parameters, buffers, gradients, optimizers, schedulers, `training`), tensors that the step changed
-    elsewhere, and the random generators of PyTorch, Python and NumPy are as before, bit by bit, also if the step
-    raises.
+    The step runs once on the first batch, so that optimizers make their state, then on each batch while its calls of
+    PyTorch are watched, and once more under PyTorch's profiler. A graph repeats the calls of one step, with the same
+    numbers, shapes and memory; so what differs between two steps on arguments of one form, or waits for the device, is
+    reported with its line, and so is what `CapturedStep` refuses or warns about. Afterwards everything in `state`
+    (parameters, buffers, gradients, optimizers, schedulers, `training`), tensors that the step changed elsewhere, and
+    the random generators of PyTorch, Python and NumPy are as before, bit by bit, also if the step raises. What the
+    step's Python counts or appends has moved.
 
     ==================  ================================================================================================
-    stale_number        an operator's Python number differs between two steps, or an optimizer reads one from a tensor
+    stale_number        an operator's Python number differs between two steps, an optimizer reads one from a tensor, or
+                        the step itself counts
     sync                the step waits for the device: `item()`, `if`, a boolean index, `print` and so on
     changing_shape      shapes differ between two steps
     changing_operators  the operators differ between two steps
@@ -42,6 +44,7 @@ def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: A
     generator           random numbers come from a generator that a graph does not know
     python_hook         a hook on a module, parameter or optimizer, which a replay does not run; `GradientMonitor` may
     unnamed_state       the step changes, or leaves for the next step, a tensor that is not part of `state`
+    argument            the step writes to an argument, or arguments or results are of types that no graph has
     ==================  ================================================================================================
 
     Args:
@@ -76,34 +79,14 @@ def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: A
     own = State("diagnose_capture", state)
     if name := own.uninitialized():
         raise ValueError(f"diagnose_capture: {name} is uninitialized; call its lazy module once before")
-    before, watches, results, findings = Snapshot(own), list[Watch](), list[Any](), Findings()
-    for name, hook in hooks_of(own):
-        if not is_of_monitor(hook):
-            cause = f"{name} has the hook {hook_name(hook)}, which a replay does not run"
-            findings.add("python_hook", cause, hook_location(hook), key=name)
-    numbers, counts = [], [_counts_of_schedulers(own)]
+    before, diagnosis = Snapshot(own), _Diagnosis(step, own)
     try:
-        for index, batch in enumerate([batches[0], *batches]):
-            copies: list[torch.Tensor] = []
-            given = _copied(batch if isinstance(batch, tuple) else (batch,), copies)
-            numbers.append(_numbers_of_groups(own))
-            is_first = index == 0
-            before_it = None if index < 2 else watches[-1]
-            known = [*(item.value for item in own.tensors() if _exists_before(item, before_it)), *copies]
-            watches.append(Watch(known, own.generators(), None if is_first else findings, before_it))
-            with Inside(watches), rehearsing(own), _noting_schedulers(own) as places, watches[-1].recording():
-                results.append(step(*given))
-        watches[-1].find_replaced(own.tensors("kept", "optimizer"))
-        numbers.append(_numbers_of_groups(own))
-        counts.append(_counts_of_schedulers(own))
+        diagnosis.run(batches)
     finally:
-        for watch in reversed(watches):
+        for watch in reversed(diagnosis.watches):
             watch.restore_foreign()
         before.restore()
-    _Comparison(watches[1:], numbers[1:], findings).run()
-    _compare_results(step, results[1:], findings)
-    _add_schedulers(counts[0], counts[1], places, findings)
-    return CaptureDiagnosis(findings.found, len(watches[-1].calls))
+    return CaptureDiagnosis(diagnosis.findings.found, len(diagnosis.watches[-1].calls))
 
 
 def _check(step: Any, batches: Any) -> None:
@@ -121,200 +104,199 @@ def _check(step: Any, batches: Any) -> None:
         )
 
 
-def _copied(batch: Any, copies: list[torch.Tensor]) -> Any:
-    """A batch of copies, which the step may write to. Appends them to a list."""
+class _Diagnosis:
+    """The runs of a step, and what they show."""
 
-    def copied(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        copies.append(value.detach().clone().requires_grad_(value.requires_grad))
-        return copies[-1]
-
-    return _structures.mapped("diagnose_capture", copied, batch)
-
-
-def _exists_before(item: Item, before_it: Watch | None) -> bool:
-    """True for tensors that a graph may read: those that a step makes for the next one are not."""
-    if item.role == "gradient" and before_it is not None:
-        return not before_it.has_made(item.value)
-    return item.role != "attribute"
-
-
-def _compare_results(step: Any, results: list[Any], findings: Findings) -> None:
-    """Find numbers and strings in the results that differ between steps. A step that reads tensors has a finding."""
-    try:
-        leaves = [flatten(result, refuse_result)[1] for result in results]
-    except TypeError:  # CapturedStep says so
-        return
-    if any(finding.code == "sync" for finding in findings.found):
-        return
-    for one, other in itertools.pairwise(leaves):
-        for (place, value), (also, now) in zip(one, other, strict=False):
-            is_constant = place == also and isinstance(value, int | float | str) and type(value) is type(now)
-            if is_constant and not _same(value, now):
-                where = f" in its result{place}" if place else ""
-                cause = f"the step returns {_text(value)}, then {_text(now)}{where}"
-                remedy = "return a tensor of the device, or compute the number outside of the step"
-                findings.add("stale_number", cause, hook_location(step), remedy, key=place)
-
-
-def _numbers_of_groups(state: State) -> dict[int, list[dict[str, Any]]]:
-    """The numbers in the parameter groups of optimizers, by the optimizers' ids."""
-    return {
-        id(optimizer): [{k: v for k, v in group.items() if _is_numeric(v)} for group in optimizer.param_groups]
-        for optimizer in state.optimizers().values()
-    }
-
-
-def _is_numeric(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, tuple) and all(map(_is_numeric, value)))
-
-
-def _counts_of_schedulers(state: State) -> dict[str, list[int]]:
-    """What each scheduler has counted, by its name."""
-    kind = torch.optim.lr_scheduler.LRScheduler
-    return {name: _counts(root) for name, root in state.roots.items() if isinstance(root, kind)}
-
-
-def _counts(scheduler: Any) -> list[int]:
-    """The count of a scheduler, or of the schedulers that it consists of: a ChainedScheduler has none of its own."""
-    parts = [count for part in getattr(scheduler, "_schedulers", ()) for count in _counts(part)]
-    return parts or [scheduler.last_epoch]
-
-
-@contextlib.contextmanager
-def _noting_schedulers(state: State) -> Iterator[dict[str, Location | None]]:
-    """The lines on which schedulers of the state are called in this context."""
-    places: dict[str, Location | None] = {}
-
-    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*args: Any, **kwargs: Any) -> Any:
-            places.setdefault(name, users_line())
-            return call(*args, **kwargs)
-
-        return step
-
-    schedulers = {n: root for n, root in state.roots.items() if isinstance(root, torch.optim.lr_scheduler.LRScheduler)}
-    with contextlib.ExitStack() as work:
-        for name, scheduler in schedulers.items():
-            work.enter_context(replaced(scheduler, "step", noting(name, scheduler.step)))
-        yield places
-
-
-def _add_schedulers(
-    before: dict[str, list[int]], after: dict[str, list[int]], places: dict[str, Location | None], findings: Findings
-) -> None:
-    """Report the schedulers that the step calls, unless there is a finding about a learning rate."""
-    for name, counts in before.items():
-        if counts != after[name] and not any(TENSOR_RATE in finding.remedy for finding in findings.found):
-            cause = f"the step calls {name}.step(), which counts on the host and decides there what the rate becomes"
-            findings.add("stale_number", cause, places.get(name), scheduler_remedy())
-
-
-class _Comparison:
-    """Compares each step with the next one."""
-
-    def __init__(
-        self, watches: list[Watch], numbers: list[dict[int, list[dict[str, Any]]]], findings: Findings
-    ) -> None:
-        """`numbers`: of parameter groups, before each step and after the last one."""
-        self._watches, self._group_numbers, self._findings = watches, numbers, findings
+    def __init__(self, step: Callable[..., Any], state: State) -> None:
+        self._step, self._state, self._device = step, state, state.device()
+        self.findings, self.watches = Findings(), list[Watch]()
+        self._forms: list[Form] = []
         self._values = set[str]()
 
-    def run(self) -> None:
-        """Add findings for everything that differs."""
-        for index in range(len(self._watches) - 1):
-            first, second = self._watches[index].calls, self._watches[index + 1].calls
-            has_other_shapes = False
-            for one, other in self._pairs(first, second):
-                if one.shapes != other.shapes:
-                    if not has_other_shapes:
-                        shapes = f"{_text(one.shapes)}, then {_text(other.shapes)}"
-                        self._findings.add("changing_shape", f"{one.shown} gets shapes {shapes}", one.location)
-                    has_other_shapes = True
-                    continue
-                self._compare(one, other, index, has_other_shapes)
+    def run(self, batches: Sequence[Any]) -> None:
+        """Run the step on every batch, and on two of each form of arguments."""
+        for problem in hook_problems(self._state):
+            self._add(problem)
+        mark_kept_graphs(self._state)
+        self._watch(batches[0])
+        for problem in kept_graph_problems(self._state):
+            self._add(problem)
+        groups: dict[Form, list[Any]] = {}
+        for batch in batches:
+            groups.setdefault(self._form(batch), []).append(batch)
+        for group in groups.values():
+            last = None
+            for batch in group if len(group) > 1 else group * 2:
+                watch, result = self._watch(batch)
+                if last is not None:
+                    for found in differences(last[0], watch, self._device):
+                        self._add_difference(found)
+                    self._compare_results(last[1], result)
+                last = watch, result
+        self._profile(batches[-1])
 
-    def _pairs(self, first: list[Call], second: list[Call]) -> Iterator[tuple[Call, Call]]:
-        """Calls at the same places of two steps: the beginnings and ends of the sequences, as far as they are equal."""
-        shorter = min(len(first), len(second))
-        begin = 0
-        while begin < shorter and first[begin].name == second[begin].name:
-            begin += 1
-        end = 0
-        while end < shorter - begin and first[-1 - end].name == second[-1 - end].name:
-            end += 1
-        yield from zip(first[:begin], second[:begin], strict=True)
-        if len(first) != len(second) or begin < len(first):
-            here = [calls[begin] if begin < len(calls) - end else None for calls in (first, second)]
-            names = ["nothing" if call is None else f"{call.shown} at {call.location}" for call in here]
-            place = next((call.location for call in here if call is not None), None)
-            cause = f"one step calls {names[0]}, the next {names[1]}"
-            owners = {type(call.owner) for call in here if call is not None}
-            is_schedule = any(issubclass(owner, torch.optim.lr_scheduler.LRScheduler) for owner in owners)
-            self._findings.add("changing_operators", cause, place, scheduler_remedy() if is_schedule else None)
-        if end:
-            yield from zip(first[-end:], second[-end:], strict=True)
+    def _form(self, batch: Any) -> Form:
+        """Which graph is right for a batch. Adds findings for arguments that `CapturedStep` refuses."""
+        arguments = self._read(batch)
+        if isinstance(arguments, Exception):
+            text = str(arguments).removeprefix("CapturedStep: ")
+            cause, _, remedy = text.partition("; ")
+            self._findings_of_arguments(cause, remedy)
+            return None
+        for form in self._forms:
+            for (place, value), one, other in zip(arguments.leaves, form[1], arguments.form[1], strict=False):
+                if isinstance(value, float) and form[0] == arguments.form[0] and one != other:
+                    cause = f"{argument(place)} is another number in each batch: {one[1]}, then {other[1]}"
+                    self.findings.add("stale_number", cause, None, "pass a tensor, whose value may change", key=place)
+        self._forms.append(arguments.form)
+        return arguments.form
 
-    def _compare(self, one: Call, other: Call, index: int, has_other_shapes: bool) -> None:
-        changed = [
-            (a, b)
-            for a, b in zip(one.numbers, other.numbers, strict=False)
-            if not _same(a, b) and not (has_other_shapes and isinstance(a, int))
-        ]
-        if changed and one.name != "aten._local_scalar_dense.default":
-            self._add_number(one, *changed[0], index)
-        for (memory, shape), (now, _) in zip(one.foreign, other.foreign, strict=False):
-            is_known = self._findings.has_any("unnamed_state", one.location)
-            if memory._cdata != now._cdata and memory.nbytes() and not is_known:
-                cause = f"{one.shown} reads a tensor of shape {list(shape)} from another memory at each step"
-                self._findings.add("host_copy", cause, one.location, key="memory")
+    def _findings_of_arguments(self, cause: str, remedy: str) -> None:
+        self.findings.add("argument", cause, None, remedy or None, key=cause)
 
-    def _add_number(self, call: Call, before: Any, after: Any, index: int) -> None:
-        values = f"{_text(before)}, then {_text(after)}"
+    def _read(self, batch: Any) -> Arguments | Exception:
+        try:
+            return read(batch if isinstance(batch, tuple) else (batch,), {}, self._device)
+        except (TypeError, ValueError) as error:
+            return error
+
+    def _given(self, batch: Any) -> tuple[Arguments | None, list[torch.Tensor], Any]:
+        """The arguments, copies of their tensors, which the step may write to, and arguments with these copies."""
+        arguments = self._read(batch)
+        if not isinstance(arguments, Exception):
+            inputs = [like(value) for _, value in arguments.tensors()]
+            return arguments, inputs, arguments.build(inputs)
+        copies: list[torch.Tensor] = []
+
+        def copied(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            copies.append(value.detach().clone().requires_grad_(value.requires_grad))
+            return copies[-1]
+
+        args = batch if isinstance(batch, tuple) else (batch,)
+        return None, copies, (_structures.mapped("diagnose_capture", copied, args), {})
+
+    def _watch(self, batch: Any) -> tuple[Watch, Any]:
+        """Run the step, and add what a single step shows, except the first one, which stands for a plain call."""
+        is_first, is_second = not self.watches, len(self.watches) == 1
+        before = None if is_first or is_second else self.watches[-1]
+        arguments, inputs, given = self._given(batch)
+        tensors = [item.value for item in self._state.tensors() if _exists_before(item, before)]
+        watch = Watch(inputs, tensors, self._state.generators(), Findings() if is_first else self.findings)
+        refusals = Refusals(self._step, self._state, arguments or Arguments(given, None, []), inputs, given)
+        self.watches.append(watch)
+        with (
+            Inside(self),
+            rehearsing(self._state),
+            torch.compiler.set_stance("force_eager"),
+            contextlib.nullcontext() if is_first else seeming_to_capture(),
+            refusals.generators.noting_lines(),
+            Functions(watch),
+            recording(watch),
+        ):
+            result = self._step(*given[0], **given[1])
+        watch.find_seeds()
+        watch.finish()
+        if is_first:
+            return watch, None
+        if before is not None and before.survivors():
+            self._add_survivors(before, watch)
+        try:
+            leaves = flatten(result, refuse_result)[1]
+        except TypeError as error:
+            cause = str(error).removeprefix("CapturedStep: ")
+            self.findings.add("argument", cause, hook_location(self._step), "return tensors and numbers", key=cause)
+            result, leaves = None, None
+        for problem in refusals.problems(watch, result):
+            if not (problem.key == "made" and is_second):  # another plain call
+                self._add(problem)
+        return watch, leaves
+
+    def _profile(self, batch: Any) -> None:
+        """Run the step without modes: some operators read values inside of C++, and only there."""
+        _, _, (args, kwargs) = self._given(batch)
+        with (
+            Inside(self),
+            rehearsing(self._state),
+            seeming_to_capture(),
+            torch.compiler.set_stance("force_eager"),
+            profiler_legacy.profile() as profile,  # type: ignore[no-untyped-call]
+        ):
+            self._step(*args, **kwargs)
+        self.watches[-1].find_reads_in_operators(profile.function_events or ())
+
+    def _add(self, problem: Problem) -> None:
+        key = problem.key or ("" if problem.location else problem.cause)
+        self.findings.add(problem.code, problem.cause, problem.location, problem.remedy, key=key)
+
+    def _add_survivors(self, before: Watch, watch: Watch) -> None:
+        alive = before.survivors()
+        owners = {memory._cdata for memory in watch.reads_of(alive)}
+        for call in watch.calls:
+            for shape, address in zip(call.shapes, call.addresses, strict=False):
+                if watch.owner_of(address) in owners:
+                    self.findings.add(
+                        "unnamed_state",
+                        f"{call.shown} reads a tensor of shape {list(shape)} that the step before made; a graph would "
+                        "read the one of the step that was captured",
+                        call.location,
+                        "keep it in a tensor that exists before the step, write to it with copy_(), and name it in the "
+                        "state; for gradients, write zero_grad(set_to_none=False)",
+                        key="survivor",
+                    )
+
+    def _add_difference(self, found: Difference) -> None:
+        """Report what differs between two steps."""
+        kind, then, now, (one, other), _ = found
+        values = f"{text_of_number(one)}, then {text_of_number(other)}"
+        if then is None or now is None or kind == "operators":
+            names = ["nothing" if call is None else f"{call.shown} at {call.location}" for call in (then, now)]
+            owners = [call.place.owner for call in (then, now) if call is not None]
+            is_schedule = any(isinstance(owner, torch.optim.lr_scheduler.LRScheduler) for owner in owners)
+            remedy = scheduler_remedy() if is_schedule else None
+            place = next((call.location for call in (then, now) if call is not None), None)
+            self.findings.add("changing_operators", f"one step calls {names[0]}, the next {names[1]}", place, remedy)
+        elif kind == "shapes":
+            self.findings.add("changing_shape", f"{found.shown} gets shapes {values}", then.location)
+        elif kind == "number":
+            self._add_number(found, values)
+        elif found.is_replaced and not self.findings.has_any("unnamed_state", then.location):
+            cause = f"{found.shown} reads a tensor of shape {list(one)} from another memory at each step"
+            self.findings.add("host_copy", cause, then.location, key="memory")
+
+    def _add_number(self, found: Difference, values: str) -> None:
+        assert found.then is not None
+        call, owner = found.then, found.then.place.owner
         if call.is_backward and values in self._values:
             return  # of the forward pass
         self._values.add(values)
-        if isinstance(call.owner, torch.optim.Optimizer):
-            self._add_optimizer_number(call, call.owner, values, index)
+        if owner is None:
+            cause = f"{found.shown} gets the number {values}"
+            self.findings.add("stale_number", cause, call.location, key="number")
+        elif isinstance(owner, torch.optim.Optimizer):  # that the step calls a scheduler is a finding already
+            kind = type(owner).__name__
+            is_on_device = all(group.get("fused") or group.get("capturable") for group in owner.param_groups)
+            is_option = any(f"{kind}.param_groups" in finding.cause for finding in self.findings.found)
+            if (counts_steps(owner) and not is_on_device) or not is_option:
+                cause = f"{kind} computes with its step count as a Python number ({call.shown} gets {values})"
+                self.findings.add("stale_number", cause, call.location, step_count_remedy(owner), key="read")
+
+    def _compare_results(self, one: Any, other: Any) -> None:
+        """Find numbers and strings in the results that differ. A step that reads tensors has a finding."""
+        if one is None or other is None or any(finding.code == "sync" for finding in self.findings.found):
             return
-        if call.owner is not None:
-            cause = f"{type(call.owner).__name__} computes with another number at each step ({values})"
-            self._findings.add("stale_number", cause, call.location, scheduler_remedy(), key="number")
-            return
-        cause = f"{call.shown} gets the number {values}"
-        self._findings.add("stale_number", cause, call.location, key="number")
-
-    def _add_optimizer_number(self, call: Call, optimizer: torch.optim.Optimizer, values: str, index: int) -> None:
-        kind = type(optimizer).__name__
-        groups = [self._group_numbers[i].get(id(optimizer), []) for i in (index, index + 1, index + 2)]
-        found = False
-        for before, after in (groups[:2], groups[1:]):
-            for group, (was, now) in enumerate(zip(before, after, strict=False)):
-                for key in was.keys() & now.keys():
-                    if was[key] != now[key]:
-                        found = True
-                        cause = (
-                            f"{kind}.param_groups[{group}]['{key}'] is a Python number that changes: "
-                            f"{_text(was[key])}, then {_text(now[key])}; a graph keeps the first"
-                        )
-                        remedy = option_remedy(optimizer, key) or None
-                        self._findings.add("stale_number", cause, call.location, remedy, key=("group", key))
-        is_on_device = all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
-        if (counts_steps(optimizer) and not is_on_device) or not found:
-            cause = f"{kind} computes with its step count as a Python number ({call.shown} gets {values})"
-            self._findings.add("stale_number", cause, call.location, step_count_remedy(optimizer), key="read")
+        for (place, value), (also, now) in zip(one, other, strict=False):
+            is_constant = place == also and isinstance(value, int | float | str) and type(value) is type(now)
+            if is_constant and not same_number(value, now):
+                where = f" in its result{place}" if place else ""
+                cause = f"the step returns {text_of_number(value)}, then {text_of_number(now)}{where}"
+                remedy = "return a tensor of the device, or compute the number outside of the step"
+                self.findings.add("stale_number", cause, hook_location(self._step), remedy, key=place)
 
 
-def _same(one: Any, other: Any) -> bool:
-    return one == other or (
-        isinstance(one, float) and isinstance(other, float) and math.isnan(one) and math.isnan(other)
-    )
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, tuple):
-        return "[" + ", ".join(map(_text, value)) + "]"
-    return repr(value)
+def _exists_before(item: Item, before: Watch | None) -> bool:
+    """True for tensors that a graph may read: those that a step makes for the next one are not."""
+    if item.role == "gradient" and before is not None:
+        return not before.has_made(item.value)
+    return item.role != "attribute"

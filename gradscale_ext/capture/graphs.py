@@ -79,7 +79,10 @@ class Graphs:
         current = torch.cuda.current_stream(self._stream.device)
         try:
             # Work of other threads does not end the capture.
-            with torch.cuda.graph(graph.graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            with (
+                torch.cuda.graph(graph.graph, self._pool, self._stream, capture_error_mode="thread_local"),
+                _overriding_stale_streams(),
+            ):
                 try:
                     result = call()
                 except BaseException as error:
@@ -97,6 +100,19 @@ class Graphs:
             raise failure or error from None
         graph.finish()
         return graph, result
+
+
+@contextlib.contextmanager
+def _overriding_stale_streams() -> Iterator[None]:
+    """In this context, graphs of autograd that modules keep, as torch.nn.utils.weight_norm does, may be captured."""
+    override = getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)  # since PyTorch 2.13
+    if override is not None:
+        override(True)
+    try:
+        yield
+    finally:
+        if override is not None:
+            override(False)
 
 
 @contextlib.contextmanager

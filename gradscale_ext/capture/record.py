@@ -1,28 +1,68 @@
-"""The operators that a step calls, with their numbers, shapes and memory. `CapturedStep` and `diagnose_capture` compare
-such records of two steps."""
+"""The calls of PyTorch that a step makes, with their numbers, shapes and memory.
+
+`CapturedStep` compares the records of the captured step and of a plain one, and `diagnose_capture` the records of two
+plain steps.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import math
+import os
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from types import FrameType
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _context
-from ..diagnosis.lines import Location, users_frame, users_line
-from .graphs import replaced, seeming_to_capture
+from ..diagnosis import lines
+from ..diagnosis.lines import Location, users_line
+from .graphs import replaced
 from .state import memory_of
 
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(_HERE)) + os.sep
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_SCHEDULER = torch.optim.lr_scheduler.LRScheduler
 _MOST = 16
 """Elements of the longest tensor made of a list of numbers that are compared as numbers."""
 #: Operators that write to running statistics, which their schemas do not mark.
 _WRITE_STATISTICS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
+
+
+class Place(NamedTuple):
+    """Where a call of PyTorch comes from."""
+
+    location: Location | None
+    """The user's innermost line; None in threads of autograd."""
+    library: str
+    """The file of PyTorch whose Python code made the call for the user, such as "optim/adam.py"."""
+    is_ours: bool
+    """True if this package made the call for the user."""
+    owner: Any
+    """The optimizer or scheduler whose step made the call."""
+
+    @classmethod
+    def of_caller(cls) -> Place:
+        """Walk from the call to the user's innermost frame."""
+        library, is_ours, owner = "", False, None
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and (file := frame.f_code.co_filename).startswith(lines.NOT_THE_USERS):
+            if file.startswith(_TORCH):
+                library = file[len(_TORCH) :]
+                if library.startswith("optim/"):
+                    own = frame.f_locals.get("self")
+                    owner = own if isinstance(own, torch.optim.Optimizer | _SCHEDULER) else owner
+            is_ours = is_ours or (file.startswith(_PACKAGE) and not file.startswith(_HERE))
+            frame = frame.f_back
+        location = None if frame is None else Location(frame.f_code.co_filename, frame.f_lineno)
+        return cls(location, library, is_ours, owner)
 
 
 @dataclass
@@ -32,11 +72,17 @@ class Call:
     name: str
     numbers: tuple[Any, ...]
     shapes: tuple[tuple[int, ...], ...]
-    location: Location | None
+    place: Place
+    is_backward: bool = False
     addresses: tuple[int, ...] = ()
     """For each tensor, the address of its first element, or the negative number of the memory that the step made."""
     scalars: tuple[Any, ...] = ()
     """Values of tensors of the host with one element, which kernels get as numbers; None for other tensors."""
+
+    @property
+    def location(self) -> Location | None:
+        """The user's line."""
+        return self.place.location
 
     @property
     def shown(self) -> str:
@@ -66,44 +112,47 @@ class Record:
         self.temporary: set[int] = set()
         """Foreign memory that nothing else held after the step, such as of compiled code."""
 
-    def note(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Note a call that is about to be made."""
-        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            return self._note(operator, args, kwargs)
-
-    def _note(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        frame = users_frame()
-        if frame is not None:  # threads of autograd have no frame of the user's
-            self.location = Location(frame.f_code.co_filename, frame.f_lineno)
-        operands = list(tensors_in((args, kwargs)))
-        name = str(operator)
+    def call(self, name: str, args: Any, kwargs: Any) -> Call:
+        """A call that is about to be made."""
+        place = Place.of_caller()
+        self.location = place.location or self.location
         numbers = tuple(leaf for leaf in leaves_in((args, kwargs)) if isinstance(leaf, int | float | complex | str))
-        if name == "aten.lift_fresh.default":  # what numbers of the host have become
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors_in((args, kwargs)))
+        is_backward = torch._C._current_graph_task_id() != -1
+        return Call(name, numbers, shapes, place._replace(location=self.location), is_backward)
+
+    def note(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Note a call of an operator that is about to be made."""
+        call, operands = self.call(str(operator), args, kwargs), list(tensors_in((args, kwargs)))
+        if call.name == "aten.lift_fresh.default":  # what numbers of the host have become
             if operands[0].numel() <= _MOST and not operands[0].is_meta:
-                numbers += tuple(operands[0].flatten().tolist())
-            self.note_made(operands, [])
-        shapes = tuple(tuple(tensor.shape) for tensor in operands)
-        addresses = tuple(map(self._address, operands))
-        call = Call(name, numbers, shapes, self.location, addresses, tuple(map(_scalar, operands)))
+                call.numbers += tuple(operands[0].flatten().tolist())
+            self._add_made(operands, set())
+        call.addresses = tuple(map(self._address, operands))
+        call.scalars = tuple(map(_scalar, operands))
         self.calls.append(call)
         for tensor in written_by(operator, args, kwargs):
             memory = memory_of(tensor)
-            if memory is not None and not self._makes(memory):
-                self.written.setdefault(memory._cdata, (memory, call.shown, self.location))
+            if memory is not None and not self.makes(memory):
+                self.note_write(memory, call)
         return call
 
-    def note_made(self, result: Any, operands: list[torch.Tensor]) -> None:
+    def note_write(self, memory: torch.UntypedStorage, call: Call) -> None:
+        """Note a write to memory that the step did not make."""
+        self.written.setdefault(memory._cdata, (memory, call.shown, call.location))
+
+    def note_result(self, call: Call, operands: list[torch.Tensor], result: Any) -> None:
         """Note the memory that a call made, which its operands do not have."""
-        before = {memory._cdata for memory in map(memory_of, operands) if memory is not None}
-        for tensor in tensors_in(result):
-            memory = memory_of(tensor)
-            if memory is None or memory._cdata in before or memory._cdata in self._state:
-                continue
-            if memory._cdata not in self._arguments:
+        self._add_made(tensors_in(result), {memory._cdata for memory in map(memory_of, operands) if memory is not None})
+
+    def _add_made(self, tensors: Iterable[torch.Tensor], before: set[int]) -> None:
+        for memory in map(memory_of, tensors):
+            if memory is not None and not any(memory._cdata in of for of in (before, self._state, self._arguments)):
                 reference = StorageWeakRef(memory)  # type: ignore[no-untyped-call]
                 self._made[memory._cdata] = reference, len(self._made) + 1, self.location
 
-    def _makes(self, memory: torch.UntypedStorage) -> bool:
+    def makes(self, memory: torch.UntypedStorage) -> bool:
+        """True if the step has made the memory."""
         found = self._made.get(memory._cdata)
         return found is not None and not found[0].expired()  # type: ignore[no-untyped-call]
 
@@ -111,16 +160,20 @@ class Record:
         memory = memory_of(tensor)
         if memory is None or memory._cdata in self._arguments or not tensor.numel():
             return 0
-        if self._makes(memory):
+        if self.makes(memory):
             return -self._made[memory._cdata][1]
         if memory._cdata not in self._state:
             self.foreign[memory._cdata] = memory
             self._owners[tensor.data_ptr()] = memory._cdata
         return tensor.data_ptr()
 
+    def owner_of(self, address: int) -> int | None:
+        """The foreign memory of an address; None if it is not foreign."""
+        return self._owners.get(address)
+
     def is_temporary(self, address: int) -> bool:
         """True if an address is of memory that the step made unseen."""
-        return self._owners.get(address) in self.temporary
+        return self.owner_of(address) in self.temporary
 
     def add_written(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note memory that operators wrote to without saying so."""
@@ -149,7 +202,7 @@ class Record:
 
     def line_that_made(self, memory: torch.UntypedStorage) -> Location | None:
         """The line on which the step made memory."""
-        return self._made[memory._cdata][2] if self._makes(memory) else None
+        return self._made[memory._cdata][2] if self.makes(memory) else None
 
     def written_arguments(self) -> set[int]:
         """Keys of the arguments' memory that the step wrote to."""
@@ -177,55 +230,128 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func.namespace == "profiler":
             return func(*args, **kwargs)
-        self._record.note(func, args, kwargs)
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            call = self._record.note(func, args, kwargs)
         result = func(*args, **kwargs)
-        self._record.note_made(result, list(tensors_in((args, kwargs))))
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            self._record.note_result(call, list(tensors_in((args, kwargs))), result)
         return result
 
 
 @contextlib.contextmanager
 def recording(record: Record) -> Iterator[None]:
-    """Record the operators in this context. PyTorch answers questions about a capture as during one."""
-    kind, call = torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.LRScheduler.step
-
-    def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        record.schedulers[type(scheduler).__name__] = users_line()
-        return call(scheduler, *args, **kwargs)
-
-    with _context.showing_operators(), seeming_to_capture(), replaced(kind, "step", step), Recorder(record):
+    """Record the operators in this context."""
+    with _context.showing_operators(), _noting_schedulers(record), Recorder(record):
         yield
 
 
-def difference(then: Record, now: Record, device: torch.device) -> tuple[str, Location | None, bool] | None:
-    """The first difference of two records: what it is, its line, and True if only other memory is read."""
-    is_host = device.type == "cpu"
-    moved = None
-    for one, other in zip(then.calls, now.calls, strict=False):
-        if one.name != other.name:
-            was = f"{one.shown} at {one.location}" if one.location else one.shown
-            return f"the step calls {other.shown}, but the captured step called {was}", other.location, False
-        if one.shapes != other.shapes:
-            return f"{one.shown} gets shapes {other.shapes}, but the graph has {one.shapes}", other.location, False
-        for before, after in zip(one.numbers, other.numbers, strict=False):
-            if not same_number(before, after):
-                text = f"{one.shown} gets the number {text_of_number(after)}, but the graph keeps"
-                return f"{text} {text_of_number(before)}", other.location, False
-        for index, (before, after) in enumerate(zip(one.addresses, other.addresses, strict=True)):
-            was, value = one.scalars[index], other.scalars[index]
-            is_number = was is not None and value is not None and (not is_host or before > 0 < after != before)
-            if is_number and not same_number(was, value):
-                text = f"{one.shown} gets {text_of_number(value)} from a tensor of the CPU, but the graph keeps"
-                return f"{text} {text_of_number(was)}", other.location, False
-            is_other = before and after and before != after and moved is None and not is_number
-            if is_other and not (then.is_temporary(before) or now.is_temporary(after)):
-                text = f"{one.shown} reads a tensor of shape {list(one.shapes[index])} from another memory"
-                moved = text, other.location, before > 0 < after
-    if len(then.calls) != len(now.calls):
-        longer = then.calls if len(then.calls) > len(now.calls) else now.calls
-        call = longer[min(len(then.calls), len(now.calls))]
-        which = "the captured step" if longer is then.calls else "the step"
-        return f"only {which} calls {call.shown}", call.location, False
-    return moved
+@contextlib.contextmanager
+def _noting_schedulers(record: Record) -> Iterator[None]:
+    def noting(call: Any) -> Any:
+        def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            if not (line := users_line()) or line not in record.schedulers.values():  # not a part of another scheduler
+                record.schedulers[type(scheduler).__name__] = line
+            return call(scheduler, *args, **kwargs)
+
+        return step
+
+    left, kinds = [_SCHEDULER], set[Any]()
+    while left:
+        kinds.add(kind := left.pop())
+        left += kind.__subclasses__()
+    with contextlib.ExitStack() as work:
+        for kind in kinds:
+            if "step" in vars(kind):
+                work.enter_context(replaced(kind, "step", noting(kind.step)))
+        yield
+
+
+class Difference(NamedTuple):
+    """A call that differs between two steps."""
+
+    kind: Literal["operators", "shapes", "number", "memory"]
+    then: Call | None
+    now: Call | None
+    values: tuple[Any, Any] = (None, None)
+    is_replaced: bool = False
+    """True if a tensor from before the first step has become another one from before the second."""
+
+    @property
+    def shown(self) -> str:
+        """The name of the operator."""
+        call = self.then or self.now
+        return "" if call is None else call.shown
+
+    @property
+    def location(self) -> Location | None:
+        """The line in the second step, if it makes the call."""
+        call = self.now or self.then
+        return None if call is None else call.location
+
+
+def differences(then: Record, now: Record, device: torch.device) -> Iterator[Difference]:
+    """The differences between two steps, in the order of the calls."""
+    has_other_shapes = False
+    for one, other in _pairs(then.calls, now.calls):
+        if one is None or other is None or one.name != other.name:
+            yield Difference("operators", one, other)
+        elif one.shapes != other.shapes:
+            if not has_other_shapes:
+                yield Difference("shapes", one, other, (one.shapes, other.shapes))
+            has_other_shapes = True
+        else:
+            yield from _different_numbers(one, other, has_other_shapes)
+            yield from _different_operands(one, other, then, now, device.type == "cpu")
+
+
+def difference_text(found: Difference) -> str:
+    """Say how a plain step differs from the one that was captured."""
+    kind, then, now, (one, other), _ = found
+    if then is None:
+        return f"only the step calls {found.shown}"
+    if now is None:
+        return f"only the captured step calls {found.shown}"
+    if kind == "operators":
+        was = f"{then.shown} at {then.location}" if then.location else then.shown
+        return f"the step calls {now.shown}, but the captured step called {was}"
+    if kind == "shapes":
+        return f"{found.shown} gets shapes {other}, but the graph has {one}"
+    if kind == "number":
+        return f"{found.shown} gets the number {text_of_number(other)}, but the graph keeps {text_of_number(one)}"
+    return f"{found.shown} reads a tensor of shape {list(one)} from another memory"
+
+
+def _pairs(first: list[Call], second: list[Call]) -> Iterator[tuple[Call | None, Call | None]]:
+    """Calls at the same places of two steps: the beginnings and ends of the sequences, as far as they are equal, and
+    between them the first calls that differ."""
+    shorter, begin, end = min(len(first), len(second)), 0, 0
+    while begin < shorter and first[begin].name == second[begin].name:
+        begin += 1
+    while end < shorter - begin and first[-1 - end].name == second[-1 - end].name:
+        end += 1
+    yield from zip(first[:begin], second[:begin], strict=True)
+    if begin + end < max(len(first), len(second)):
+        one, other = (calls[begin] if begin < len(calls) - end else None for calls in (first, second))
+        yield one, other
+    if end:
+        yield from zip(first[-end:], second[-end:], strict=True)
+
+
+def _different_numbers(one: Call, other: Call, has_other_shapes: bool) -> Iterator[Difference]:
+    for values in zip(one.numbers, other.numbers, strict=False):
+        if not same_number(*values) and not (has_other_shapes and isinstance(values[0], int)):
+            yield Difference("number", one, other, values)
+            return
+
+
+def _different_operands(one: Call, other: Call, then: Record, now: Record, is_host: bool) -> Iterator[Difference]:
+    for index, (before, after) in enumerate(zip(one.addresses, other.addresses, strict=True)):
+        values = one.scalars[index], other.scalars[index]
+        if None not in values and (not is_host or before > 0 < after != before):
+            if not same_number(*values):
+                yield Difference("number", one, other, values)
+        elif before and after and before != after and not then.is_temporary(before) and not now.is_temporary(after):
+            yield Difference("memory", one, other, (one.shapes[index],) * 2, before > 0 < after)
 
 
 def same_number(one: Any, other: Any) -> bool:

@@ -9,7 +9,7 @@ import torch
 #: What to write in place of a call that waits for the device, by the name of the function or operator.
 INSTEAD_OF_READS = {
     "__bool__": "torch.where or a product with a mask in place of the condition; a check that raises goes before or "
-    "after the step",
+    "after the step; an early stop goes between captured steps, one for each epoch or batch",
     "masked_select": "torch.where(mask, x, 0) and sums over mask, so that the shape does not depend on values",
     "nonzero": "torch.where(mask, x, 0), or topk with a fixed number, so that the shape does not depend on values",
     "index": "torch.where(mask, x, 0), or a product with the mask, so that the shape does not depend on values",
@@ -20,6 +20,38 @@ INSTEAD_OF_READS = {
     "linalg_check_errors": "the function of torch.linalg that does not check, such as inv_ex, cholesky_ex, solve_ex",
     "normal": "mean + std * torch.randn_like(mean)",
     "print": "print after the step, what the step returns",
+}
+_LINEAR_ALGEBRA = "compute it outside of the step: on a GPU, too, the host reads whether the algorithm has converged"
+#: The same for operators that read a value inside of C++, mostly in the backward pass.
+INSIDE_OF_OPERATORS = {
+    "prod": "torch.exp(torch.log(x).sum(dim)) for positive x, or a product of slices",
+    "cumprod": "torch.exp(torch.log(x).cumsum(dim)) for positive x",
+    "linalgdet": "torch.linalg.lu_factor_ex(x)[0].diagonal(dim1=-2, dim2=-1).abs().log().sum(-1) for its logarithm",
+    "linalgslogdet": "torch.linalg.lu_factor_ex(x)[0].diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)",
+    "histc": "torch.histc(x, bins, min, max) with numbers for min and max",
+    "embeddingrenorm": "an Embedding without max_norm, and x * (max_norm / x.norm(dim=-1, keepdim=True)).clamp(max=1)",
+    **dict.fromkeys(
+        (
+            "linalgsvd", "linalgsvdvals", "svd", "linalgeigh", "linalgeigvalsh", "linalgmatrixnorm", "linalgpinv",
+            "linalglstsq", "linalgcond", "linalgmatrixrank",
+        ),
+        _LINEAR_ALGEBRA,
+    ),
+}  # fmt: skip
+#: By the file of PyTorch that waits: why, and what to write.
+WAITS_IN_LIBRARIES = {
+    "amp/grad_scaler.py": (
+        "GradScaler.step reads on the host whether gradients are finite",
+        "an optimizer with fused=True, which skips such a step on the device",
+    ),
+    "distributions/": (
+        "torch.distributions checks its arguments on the host",
+        "torch.distributions.Distribution.set_default_validate_args(False), before the step",
+    ),
+    "optim/swa_utils.py": (
+        "AveragedModel reads on the host how many models it has averaged",
+        "call update_parameters() outside of the step",
+    ),
 }
 #: What to write in place of seeds in a step.
 RESEEDING_REMEDY = (

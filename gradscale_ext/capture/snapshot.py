@@ -34,7 +34,7 @@ class Change(NamedTuple):
     @property
     def is_of_a_number(self) -> bool:
         """True if a number or string has become another one."""
-        return type(self.before) is type(self.now) and isinstance(self.now, NUMBERS)
+        return type(self.before) is type(self.now) and (isinstance(self.now, NUMBERS) or is_numeric(self.now))
 
 
 def kind_of(role: Role, key: Any, value: Any) -> Kind:
@@ -221,6 +221,11 @@ def is_same(before: Any, after: Any) -> bool:
     return is_nan or (isinstance(before, NUMBERS) and bool(before == after))
 
 
+def is_numeric(value: Any) -> bool:
+    """True for numbers, and tuples of them."""
+    return isinstance(value, Number) or (isinstance(value, tuple) and bool(value) and all(map(is_numeric, value)))
+
+
 def _refill(item: Item, pairs: list[tuple[Any, Any]]) -> None:
     container, now = item.value, item.pairs()
     if len(now) == len(pairs) and all(a is c and b is d for (a, b), (c, d) in zip(now, pairs, strict=True)):
@@ -233,15 +238,6 @@ def _refill(item: Item, pairs: list[tuple[Any, Any]]) -> None:
 
 
 # ---- Random numbers --------------------------------------------------------------------------------------------------
-
-
-def host_generators() -> dict[str, Any]:
-    """The states of the global generators of Python, and of NumPy if it is loaded, in a form that can be compared."""
-    states: dict[str, Any] = {"Python's random": random.getstate()}
-    if (numpy := sys.modules.get("numpy.random")) is not None:
-        name, keys, *others = numpy.get_state()
-        states["NumPy's random"] = name, keys.tobytes(), others
-    return states
 
 
 def states_of_torch(generators: Iterable[torch.Generator]) -> dict[str, bytes]:
@@ -264,14 +260,11 @@ class RandomNumbers:
         self._of_devices = [module.get_rng_state_all() for module in self._devices]
         self._numpy = sys.modules.get("numpy.random")
         self._of_numpy = None if self._numpy is None else self._numpy.get_state()
-        self._python, self._of_host = random.getstate(), host_generators()
+        self._python = random.getstate()
 
-    def changes(self) -> Iterator[str]:
-        """The generators of the host that have changed since."""
-        if not torch.equal(self._of_torch, torch.get_rng_state()):
-            yield "PyTorch's generator of the CPU"
-        now = host_generators()
-        yield from (library for library, state in self._of_host.items() if state != now[library])
+    def has_drawn_on_cpu(self) -> bool:
+        """True if PyTorch's generator of the CPU has changed since."""
+        return not torch.equal(self._of_torch, torch.get_rng_state())
 
     def restore(self) -> None:
         """Set the generators back."""

@@ -9,7 +9,7 @@ import math
 import threading
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,7 +23,6 @@ from . import graphs
 from .arguments import (
     Arguments,
     Form,
-    Leaf,
     each_tensor,
     flatten,
     integer,
@@ -35,24 +34,21 @@ from .arguments import (
 )
 from .audit import AuditInfo, GraphInfo, Outcome, beyond_noise, next_audit, snapshot_of_written
 from .checks import (
-    Counters,
-    HostGenerators,
-    Problem,
+    Refusals,
     changed_argument,
     changed_option,
+    hook_problems,
     is_of_step,
-    kept_graph,
+    kept_graph_problems,
+    location_of,
     mark_kept_graphs,
-    problems,
-    written_arguments,
 )
 from .diagnosis import diagnose_capture
 from .guards import Guards
-from .hooks import Inside, hook_name, hooks_of, is_inside_another, is_of_monitor, rehearsing, watching_mode
-from .record import Record, difference, recording
+from .hooks import Inside, is_inside_another, rehearsing, watching_mode
+from .record import Record, difference_text, differences, recording
 from .snapshot import Snapshot
 from .state import State
-from .watch import location_of
 
 _FORMS_PER_GRAPH = 4
 """How many forms of arguments, for each graph that is allowed, are remembered until they come again."""
@@ -354,11 +350,13 @@ class CapturedStep:
         self._num_plain += 1
         return result
 
-    def _run(self, arguments: Arguments, record: Record | None = None) -> Any:
+    def _run(self, arguments: Arguments, *contexts: contextlib.AbstractContextManager[Any]) -> Any:
         """Run the step next to the current stream."""
         assert self._maker is not None
         args, kwargs = arguments.build()
-        with self._maker.side_by_side() as self._waits, recording(record) if record else contextlib.nullcontext():
+        with self._maker.side_by_side() as self._waits, contextlib.ExitStack() as work:
+            for context in contexts:
+                work.enter_context(context)
             result = self._step(*args, **kwargs)
         flatten(result, refuse_result)
         result = self._owned(each_tensor(torch.Tensor.detach, result))
@@ -426,13 +424,12 @@ class CapturedStep:
         places = arguments.tensors()
         inputs = [like(value) for _, value in places]
         args, kwargs = arguments.build(inputs)
-        before = Snapshot(self._state, lambda item: item.value.device.type == "cpu")
+        refusals = Refusals(self._step, self._state, arguments, inputs, (args, kwargs))
+        before = refusals.before
         record = Record(inputs, (saved.item.value for saved in before.tensors))
-        given = [*arguments.given[0], *arguments.given[1].values()]
-        counters, generators = Counters(self._step, given), HostGenerators()
 
         def step() -> Any:
-            with recording(record):
+            with graphs.seeming_to_capture(), recording(record):
                 return self._step(*args, **kwargs)
 
         try:
@@ -443,13 +440,10 @@ class CapturedStep:
             ):
                 graph, result = self._maker.capture(step, self._state.generators())
             record.finish()
-            self._refuse_results(flatten(result, refuse_result)[1])
-            for problem in self._problems(arguments, (args, kwargs), inputs, before, record):
-                raise _Refused(f"CapturedStep: {problem}")
-            for problem in generators.changes():
-                if threading.active_count() == 1:
+            for problem in refusals.problems(record, result):
+                if problem.is_certain:
                     raise _Refused(f"CapturedStep: {problem}")
-                self._warn_once(f"{problem} (unless another thread draws from it)")
+                self._warn_once(str(problem), key=problem.cause.partition(" (")[0])
             gradients = before.gradients()
             record.add_written(saved.alias for saved in before.tensors if saved.is_written)
         except BaseException as error:
@@ -463,8 +457,6 @@ class CapturedStep:
             text = f"CapturedStep: the step cannot be captured{at}: {message}{self._diagnosed(arguments)}"
             raise _Refused(text) from error
         before.restore()
-        for problem in counters.changes():
-            self._warn_once(str(problem), key=problem.cause.partition(" (")[0])
         # The step may have called requires_grad_() on an argument, which a copy to it would not accept.
         inputs = [tensor.detach() for tensor in inputs]
         result = each_tensor(torch.Tensor.detach, result)
@@ -475,14 +467,6 @@ class CapturedStep:
         self._captured.append(captured)
         return captured
 
-    def _problems(
-        self, arguments: Arguments, given: Any, inputs: list[torch.Tensor], before: Snapshot, record: Record
-    ) -> Iterator[Problem]:
-        yield from written_arguments(arguments.tensors(), inputs, record)
-        if name := arguments.changed_in(given, inputs):
-            yield changed_argument(name)
-        yield from problems(before, self._state, record)
-
     def _refuse_beforehand(self, arguments: Arguments) -> None:
         if len(self._captured) == self._options["max_graphs"]:
             what = what_changes([one.form for one in self._captured], arguments)
@@ -490,31 +474,14 @@ class CapturedStep:
             raise _Refused(f"CapturedStep: there {count} already (max_graphs), and {what}, or raise max_graphs")
         if name := self._state.uninitialized():
             raise _Refused(f"CapturedStep: {name} is uninitialized; call its lazy module once before")
-        for name, hook in hooks_of(self._state):
-            if self._options["hooks"] == "raise" and not is_of_monitor(hook):
-                raise _Refused(
-                    f"CapturedStep: {name} has the hook {hook_name(hook)}, which a replay would not run; remove it, or "
-                    "pass hooks='ignore' if it consists of calls of PyTorch, which the graph repeats"
-                )
-        if not self._is_distributed and (name := kept_graph(self._state)):
-            raise _Refused(
-                f"CapturedStep: a loss from before the first call, or another result with its graph, is still kept, "
-                f"and its graph reaches {name}: a backward pass would leave the stream that is captured; keep "
-                "loss.detach() in place of loss"
-            )
+        hooks = hook_problems(self._state) if self._options["hooks"] == "raise" else ()
+        for problem in (*hooks, *kept_graph_problems(self._state)):
+            raise _Refused(f"CapturedStep: {problem}")
         if self._waits:  # known beforehand, because a capture that fails leaves traces in PyTorch
             raise _Refused(
                 f"CapturedStep: the step waits for the device at {', '.join(dict.fromkeys(self._waits))}, which cannot "
                 f"be captured{self._diagnosed(arguments)}"
             )
-
-    def _refuse_results(self, results: list[Leaf]) -> None:
-        for place, value in results:
-            if isinstance(value, torch.Tensor) and value.device != self._device:
-                raise _Refused(
-                    f"CapturedStep: its result{place} is on {value.device}, where a replay computes nothing; return "
-                    "the tensor of the device, and move it afterwards"
-                )
 
     def _diagnosed(self, arguments: Arguments) -> str:
         """What `diagnose_capture` finds, for an error message."""
@@ -541,7 +508,7 @@ class CapturedStep:
         record = Record((value for _, value in arguments.tensors()), (item.value for item in self._state.tensors()))
         try:
             with graphs.without_autocast_cache():
-                result = self._run(arguments, record)
+                result = self._run(arguments, graphs.seeming_to_capture(), recording(record))
             record.finish()
         except BaseException:  # the replay did not raise
             self._drop(captured)
@@ -585,11 +552,14 @@ class CapturedStep:
         last audit, after which the graph is right only if the results are; each empty if there is nothing."""
         if own := record.reads_of(captured.record.survivors()):
             return f"which reads a tensor of {own[0].nbytes()} bytes that the captured step made and left somewhere", ""
-        if (found := difference(captured.record, record, self._device)) is None:
+        found = list(differences(captured.record, record, self._device))
+        if not found:
             return "", ""
-        what, line, is_replaced = found
-        at = f" at {line}: {line.source}" if line else ""
-        return ("", f"what the step reads{at}") if is_replaced and captured.last_audit else (f"because {what}{at}", "")
+        first = next((one for one in found if one.kind != "memory"), found[0])
+        at = f" at {first.location}: {first.location.source}" if first.location else ""
+        if first.is_replaced and captured.last_audit:
+            return "", f"what the step reads{at}"
+        return f"because {difference_text(first)}{at}", ""
 
 
 def _warn(message: str) -> None:
