@@ -23,7 +23,21 @@ from gradscale_ext.diagnosis import lines
 
 lines.NOT_THE_USERS = (*lines.NOT_THE_USERS, __file__)
 
-READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2")
+READS = (
+    "aten::_local_scalar_dense",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::equal",
+    "aten::_unique2",
+    "aten::bincount",
+    "aten::embedding_renorm_",
+    "aten::linalg_lstsq",
+    "aten::linalg_pinv",
+    "aten::_linalg_check_errors",
+    "aten::_linalg_eigh",
+    "aten::_linalg_svd",
+)
+READ_IN_BACKWARD = ("aten::prod", "aten::cumprod", "aten::_linalg_det", "aten::_linalg_slogdet")
 PYTHON_READS = (
     "item",
     "tolist",
@@ -45,6 +59,18 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 def memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def reads(schema: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True for operators that wait for a GPU, in themselves or in the backward pass, where a mode hides it."""
+    if schema in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
+        masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+        return bool(masks) and (schema == "aten::index" or args[2].numel() > 1)
+    if schema == "aten::repeat_interleave":
+        return kwargs.get("output_size") is None
+    if schema == "aten::histc":
+        return len(args) < 4 or args[2] == args[3]
+    return schema in READS or (schema in READ_IN_BACKWARD and torch.is_grad_enabled() and args[0].requires_grad)
 
 
 def refuse(name: str) -> None:
@@ -85,9 +111,9 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func._schema.name in READS and self.checks_on_cpu:
-            return func(*args, **kwargs)
-        if func._schema.name in READS:
+        if reads(func._schema.name, args, kwargs):
+            if self.checks_on_cpu:
+                return func(*args, **kwargs)
             refuse(func._schema.name)
         if func.namespace == "profiler":
             return func(*args, **kwargs)

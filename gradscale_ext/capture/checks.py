@@ -49,9 +49,15 @@ class Refusals:
     """What a step does that a replay would not repeat. Made before the step runs, and asked after it."""
 
     def __init__(
-        self, step: Callable[..., Any], state: State, arguments: Arguments, inputs: list[torch.Tensor], given: Any
+        self,
+        step: Callable[..., Any],
+        state: State,
+        arguments: Arguments | None,
+        inputs: list[torch.Tensor],
+        given: Any,
     ) -> None:
-        """`inputs`: the tensors that the step gets as arguments. `given`: all its arguments, with these tensors."""
+        """`arguments`: None if they are of types that no graph has. `inputs`: the tensors that the step gets for them.
+        `given`: all its arguments, with these tensors."""
         self._state, self._arguments, self._inputs, self._given = state, arguments, inputs, given
         self._device = state.device()
         self.before = Snapshot(state, lambda item: item.value.device.type == "cpu")
@@ -61,9 +67,10 @@ class Refusals:
     def problems(self, record: Record, result: Any) -> Iterator[Problem]:
         """Compare with what was before. Raises TypeError for a result that no graph can have."""
         yield from self._results(flatten(result, refuse_result)[1])
-        yield from self._written_arguments(record)
-        if name := self._arguments.changed_in(self._given, self._inputs):
-            yield changed_argument(name)
+        if self._arguments is not None:
+            yield from self._written_arguments(self._arguments, record)
+            if name := self._arguments.changed_in(self._given, self._inputs):
+                yield changed_argument(name)
         yield from self._tensors(record)
         yield from self._changes(record)
         for name, root in self._state.roots.items():
@@ -87,9 +94,9 @@ class Refusals:
                 cause = f"its result{place} is on {value.device}, where a replay computes nothing"
                 yield Problem("host_copy", cause, "return the tensor of the device, and move it afterwards")
 
-    def _written_arguments(self, record: Record) -> Iterator[Problem]:
+    def _written_arguments(self, arguments: Arguments, record: Record) -> Iterator[Problem]:
         written = record.written_arguments()
-        for (place, _), tensor in zip(self._arguments.tensors(), self._inputs, strict=True):
+        for (place, _), tensor in zip(arguments.tensors(), self._inputs, strict=True):
             memory = memory_of(tensor)
             if memory is not None and memory._cdata in written:
                 remedy = "write to a copy, x.clone(); a tensor of the state is used where it is, not as an argument"
@@ -131,9 +138,8 @@ class Refusals:
             if change.kind == "flag" or (is_kept and change.is_of_a_number and not is_of_schedule):
                 has_rate = has_rate or (is_option and change.key == "lr")
                 cause = f"the step changes {shown(change)}, which a replay does not"
-                yield Problem(
-                    "stale_number", cause, self._remedy(change), line if is_option else None, key=str(change.key)
-                )
+                key = "mode" if change.kind == "flag" else str(change.key)
+                yield Problem("stale_number", cause, self._remedy(change), line if is_option else None, key=key)
         for kind, at in record.schedulers.items() if not has_rate else ():
             cause = f"the step calls {kind}.step(), which counts on the host and decides there what the rate becomes"
             yield Problem("stale_number", cause, scheduler_remedy(), at)
@@ -257,7 +263,7 @@ class HostGenerators:
     def __init__(self) -> None:
         """Note the states as they are."""
         numpy = sys.modules.get("numpy.random")
-        of_all = {"Python's random": random._inst}  # type: ignore[attr-defined]
+        of_all = {"Python's random": random._inst}
         if numpy is not None:
             of_all["NumPy's random"] = numpy.mtrand._rand
         kinds = {random.Random, *((numpy.Generator, numpy.RandomState) if numpy is not None else ())}

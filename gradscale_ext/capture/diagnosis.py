@@ -184,7 +184,7 @@ class _Diagnosis:
         arguments, inputs, given = self._given(batch)
         tensors = [item.value for item in self._state.tensors() if _exists_before(item, before)]
         watch = Watch(inputs, tensors, self._state.generators(), Findings() if is_first else self.findings)
-        refusals = Refusals(self._step, self._state, arguments or Arguments(given, None, []), inputs, given)
+        refusals = Refusals(self._step, self._state, arguments, inputs, given)
         self.watches.append(watch)
         with (
             Inside(self),
@@ -198,18 +198,17 @@ class _Diagnosis:
             result = self._step(*given[0], **given[1])
         watch.find_seeds()
         watch.finish()
-        if is_first:
-            return watch, None
-        if before is not None and before.survivors():
+        if before is not None:
             self._add_survivors(before, watch)
         try:
             leaves = flatten(result, refuse_result)[1]
         except TypeError as error:
             cause = str(error).removeprefix("CapturedStep: ")
-            self.findings.add("argument", cause, hook_location(self._step), "return tensors and numbers", key=cause)
+            self.findings.add("argument", cause, hook_location(self._step), "return tensors and numbers", key="result")
             result, leaves = None, None
         for problem in refusals.problems(watch, result):
-            if not (problem.key == "made" and is_second):  # another plain call
+            # A plain call may make state. Only the first one shows a mode that each call leaves changed.
+            if problem.key == "mode" or not (is_first or (is_second and problem.key == "made")):
                 self._add(problem)
         return watch, leaves
 

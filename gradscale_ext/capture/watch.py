@@ -220,8 +220,8 @@ class Watch(Record):
             what = "repeat_interleave" if isinstance(args[0], torch.Tensor) else None
         elif schema in ("aten::_to_copy", "aten::copy_"):
             source, to = (args[0], kwargs.get("device")) if schema == "aten::_to_copy" else (args[1], args[0].device)
-            is_copied = isinstance(source, torch.Tensor) and source.device.type != "cpu" and to is not None
-            what = "a copy to the CPU" if is_copied and torch.device(to).type == "cpu" else None
+            is_copied = isinstance(source, torch.Tensor) and source.device.type != "cpu"
+            what = "a copy to the CPU" if is_copied and to and torch.device(to).type == "cpu" else None
         short = name.removeprefix("aten::").partition(".")[0].strip("_").removesuffix("_impl")
         return None if what is None else (what, short)
 
