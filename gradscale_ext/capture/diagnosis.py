@@ -11,7 +11,7 @@ from torch.autograd import profiler_legacy
 
 from .. import _context, _structures
 from .arguments import Arguments, Form, argument, flatten, like, read, refuse_result
-from .checks import Problem, Refusals, hook_problems, kept_graph_problems, mark_kept_graphs
+from .checks import Problem, Refusals, hook_problems
 from .graphs import seeming_to_capture
 from .hooks import Inside, hook_location, rehearsing
 from .record import Difference, differences, recording, same_number, text_of_number
@@ -117,10 +117,7 @@ class _Diagnosis:
         """Run the step on every batch, and on two of each form of arguments."""
         for problem in hook_problems(self._state):
             self._add(problem)
-        mark_kept_graphs(self._state)
         self._watch(batches[0])
-        for problem in kept_graph_problems(self._state):
-            self._add(problem)
         groups: dict[Form, list[Any]] = {}
         for batch in batches:
             groups.setdefault(self._form(batch), []).append(batch)
