@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .arguments import Leaf
-from .snapshot import Snapshot, is_equal
+from .snapshot import RandomNumbers, is_equal
 from .state import Item, State, memory_of
 
 _SMALL = 2**20
@@ -56,17 +58,26 @@ def _prime_from(number: int) -> int:
 
 
 class Outcome:
-    """What a step left: its result, the state, and the random generators."""
+    """What a step left: its result, the state that steps write to, and the random generators."""
 
-    def __init__(self, results: list[Leaf], state: State, written: set[int]) -> None:
-        """Copy what steps write to. `written`: memory that the captured step wrote to."""
-        self.state = snapshot_of_written(state, written)
+    @torch.no_grad()
+    def __init__(self, results: list[Leaf], state: State, is_written: Callable[[Item], bool]) -> None:
+        """Hold the tensors themselves: `keep` copies them."""
         named = {f"the result{place}": value for place, value in results}
         self._tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
         self._constants = {name: value for name, value in named.items() if name not in self._tensors}
-        self._constants |= self.state.random.of_torch()
-        self._tensors |= dict(self.state.contents())
+        self._constants |= RandomNumbers().of_torch()
+        for item in state.tensors():
+            is_whole = not is_traceable_wrapper_subclass(item.value)  # a wrapper's parts are compared
+            if item.role != "attribute" and is_whole and is_written(item):
+                self._tensors[item.name] = item.value.detach()
 
+    def keep(self) -> Outcome:
+        """Copy the tensors, which later steps write to."""
+        self._tensors = {name: tensor.clone() for name, tensor in self._tensors.items()}
+        return self
+
+    @torch.no_grad()
     def differences(self, other: Outcome) -> dict[str, float]:
         """Names of what differs, and by how much: the largest difference of two elements."""
         found = {}
@@ -83,8 +94,8 @@ class Outcome:
         return found
 
 
-def snapshot_of_written(state: State, written: set[int]) -> Snapshot:
-    """A snapshot without copies of tensors that are only read, such as a replay buffer."""
+def written_by_steps(written: set[int]) -> Callable[[Item], bool]:
+    """Tells tensors that steps write to from others, such as a replay buffer, which are only read."""
 
     def is_written(item: Item) -> bool:
         if item.role in ("optimizer", "gradient", "updater", "attribute") or item.value.requires_grad:
@@ -92,7 +103,7 @@ def snapshot_of_written(state: State, written: set[int]) -> Snapshot:
         memory = memory_of(item.value)
         return memory is None or memory.nbytes() <= _SMALL or memory._cdata in written
 
-    return Snapshot(state, is_written)
+    return is_written
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -32,7 +32,7 @@ from .arguments import (
     text_of,
     what_changes,
 )
-from .audit import AuditInfo, GraphInfo, Outcome, beyond_noise, next_audit, snapshot_of_written
+from .audit import AuditInfo, GraphInfo, Outcome, beyond_noise, next_audit, written_by_steps
 from .checks import (
     Refusals,
     changed_argument,
@@ -485,25 +485,22 @@ class CapturedStep:
 
     def _diagnosed(self, arguments: Arguments) -> str:
         """What `diagnose_capture` finds, for an error message."""
-        before = Snapshot(self._state, lambda item: False)
         try:
             batches = [arguments.build()] * 2
             diagnosis = diagnose_capture(lambda args, kwargs: self._step(*args, **kwargs), batches, *self._given)
         except Exception:  # the error that is being reported
             return ""
-        finally:
-            before.restore()
         return "" if diagnosis.ok else f"\n{diagnosis}"
 
     def _audit(self, captured: _Captured, arguments: Arguments) -> Any:
         """Replay, and run a plain step on the same batch from the same state. Keeps what the plain step did."""
-        written = set(captured.record.written)
+        is_written = written_by_steps(set(captured.record.written))
 
         def outcome(result: Any) -> Outcome:
-            return Outcome(flatten(result, refuse_result)[1], self._state, written)
+            return Outcome(flatten(result, refuse_result)[1], self._state, is_written)
 
-        begin = snapshot_of_written(self._state, written)
-        replayed = outcome(self._replay(captured, arguments))
+        begin = Snapshot(self._state, is_written)
+        replayed = outcome(self._replay(captured, arguments)).keep()
         begin.restore()
         record = Record((value for _, value in arguments.tensors()), (item.value for item in self._state.tensors()))
         try:
@@ -513,24 +510,23 @@ class CapturedStep:
         except BaseException:  # the replay did not raise
             self._drop(captured)
             raise
-        wanted = outcome(result)
         captured.guards.keep_gradients()
-        differences = replayed.differences(wanted)
-        largest = max(differences.values(), default=0.0)
+        different = replayed.differences(outcome(result))
+        largest = max(different.values(), default=0.0)
         self._audits.append(AuditInfo(captured.number, captured.replays, largest))
         wrong, replaced = self._difference(captured, record)
-        if differences and not wrong:
+        if different and not wrong:
+            end = Snapshot(self._state, is_written)
             begin.restore()
             noise = outcome(self._replay(captured, arguments)).differences(replayed)
             captured.replays -= 1
-            wanted.state.restore()
-            if beyond := beyond_noise(differences, noise):
+            end.restore()
+            if beyond := beyond_noise(different, noise):
                 much = "" if beyond[1] == math.inf else f" by {beyond[1]:.3g}"
                 wrong = f"in {beyond[0]}{much}"
         if wrong:
             self._drop(captured)
             found = self._diagnosed(arguments)
-            wanted.state.restore()
             last = f"replay {captured.last_audit} agreed" if captured.last_audit else "no replay of it agreed before"
             error = _Refused(
                 f"CapturedStep: replay {captured.replays} of this graph differs from a plain step, {wrong}; {last}; "
