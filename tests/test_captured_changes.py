@@ -567,7 +567,7 @@ def test_seeds_in_the_step(kind):
         return learner, step, generator
 
     text = refused(make, "differs from a plain step", at=3)
-    assert kind == "generator" or "in the random numbers of the CPU; no replay of it agreed before" in text
+    assert kind == "generator" or "in the state of PyTorch's generator of cpu; no replay of it agreed before" in text
 
 
 @pytest.mark.parametrize("kind", ["attribute", "item", "variable", "tuple"])

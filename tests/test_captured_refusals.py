@@ -316,20 +316,29 @@ def test_the_line_of_a_draw():
 # ---- Advice ----------------------------------------------------------------------------------------------------------
 
 
-def test_advice_for_distributions():
+def test_advice_for_distributions(monkeypatch):
     """It can be followed for OneHotCategorical, too."""
-    learner = Learner()
+    learner, kind = Learner(), torch.distributions.Distribution
+    monkeypatch.setattr(kind, "_validate_args", True)
 
     def step(x, y):
         return learner.step(x, y) + 0 * torch.distributions.OneHotCategorical(logits=y).sample().sum()
 
     finding = gs.diagnose_capture(step, batches(2), *learner.state()).findings[0]
     assert "Distribution.set_default_validate_args(False)" in finding.remedy
-    try:
-        torch.distributions.Distribution.set_default_validate_args(False)
-        assert gs.diagnose_capture(step, batches(2), *learner.state()).ok
-    finally:
-        torch.distributions.Distribution.set_default_validate_args(True)
+    kind.set_default_validate_args(False)
+    assert gs.diagnose_capture(step, batches(2), *learner.state()).ok
+
+
+def test_an_argument_that_is_another_number_in_each_batch():
+    """Each number would have a graph of its own."""
+    learner = Learner()
+    step = lambda x, y, beta: learner.step(x * beta, y)
+    given = [(*batch, beta) for batch, beta in zip(batches(2), (0.1, 0.2), strict=True)]
+    (finding,) = gs.diagnose_capture(step, given, *learner.state()).findings
+    assert finding.cause == "argument 2 is another number in each batch: 0.1, then 0.2"
+    assert finding.remedy == "pass a tensor, whose value may change"
+    assert gs.diagnose_capture(step, [(*batch, 0.5) for batch in batches(2)], *learner.state()).ok
 
 
 def test_advice_for_an_early_stop():

@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .arguments import Leaf
-from .snapshot import RandomNumbers, is_equal
+from .record import same_number
+from .snapshot import is_equal, states_of_torch
 from .state import Item, State, memory_of
 
 _SMALL = 2**20
@@ -66,7 +67,7 @@ class Outcome:
         named = {f"the result{place}": value for place, value in results}
         self._tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
         self._constants = {name: value for name, value in named.items() if name not in self._tensors}
-        self._constants |= RandomNumbers().of_torch()
+        self._random = states_of_torch()
         for item in state.tensors():
             is_whole = not is_traceable_wrapper_subclass(item.value)  # a wrapper's parts are compared
             if item.role != "attribute" and is_whole and is_written(item):
@@ -82,9 +83,11 @@ class Outcome:
         """Names of what differs, and by how much: the largest difference of two elements."""
         found = {}
         for name, value in self._constants.items():
-            now = other._constants.get(name)
-            if value != now and not (value != value and now != now):
-                found[name if isinstance(value, bytes) else f"{name} ({value!r} and {now!r})"] = math.inf
+            if not same_number(value, now := other._constants.get(name)):
+                found[f"{name} ({value!r} and {now!r})"] = math.inf
+        for name, state in self._random.items():
+            if state != other._random.get(name):
+                found[f"the state of {name}"] = math.inf
         for name in [*self._tensors, *(other._tensors.keys() - self._tensors.keys())]:
             one, two = self._tensors.get(name), other._tensors.get(name)
             if one is None or two is None or one.shape != two.shape:

@@ -120,7 +120,7 @@ class Refusals:
                 optimizer = optimizer_of(name, self._state)
                 remedy = step_count_remedy(optimizer) if optimizer is not None else "keep it on the device"
                 cause = f"the step changes {name}, a tensor of the CPU, which a replay does not"
-                yield Problem("stale_number", cause, remedy)
+                yield Problem("stale_number", cause, remedy, key="of the CPU")
 
     def _changes(self, record: Record) -> Iterator[Problem]:
         """Numbers and modes of the state that the step changes."""
@@ -168,8 +168,7 @@ def hook_problems(state: State) -> Iterator[Problem]:
 
 def kept_graph_problems(state: State) -> Iterator[Problem]:
     """A result of an earlier plain call that still holds its graph."""
-    is_distributed = any(type(module).__name__ == "DistributedDataParallel" for _, module in state.modules())
-    if not is_distributed and (name := kept_graph(state)):
+    if not state.is_distributed() and (name := kept_graph(state)):
         cause = "a loss from before the first call, or another result with its graph, is still kept, and its graph "
         cause += f"reaches {name}: a backward pass would leave the stream that is captured"
         yield Problem("unnamed_state", cause, "keep loss.detach() in place of loss")

@@ -250,7 +250,7 @@ def _noting_schedulers(record: Record) -> Iterator[None]:
     def noting(call: Any) -> Any:
         def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
             if not (line := users_line()) or line not in record.schedulers.values():  # not a part of another scheduler
-                record.schedulers[type(scheduler).__name__] = line
+                record.schedulers.setdefault(type(scheduler).__name__, line)
             return call(scheduler, *args, **kwargs)
 
         return step

@@ -240,10 +240,18 @@ def _refill(item: Item, pairs: list[tuple[Any, Any]]) -> None:
 # ---- Random numbers --------------------------------------------------------------------------------------------------
 
 
-def states_of_torch(generators: Iterable[torch.Generator]) -> dict[str, bytes]:
+def _default_generators() -> list[torch.Generator]:
+    """PyTorch's own generators, of each device in use."""
+    found = [torch.default_generator]
+    for module in (torch.cuda, getattr(torch, "xpu", None)):
+        if module is not None and module.is_available() and module.is_initialized():
+            found += module.default_generators
+    return found
+
+
+def states_of_torch(generators: Iterable[torch.Generator] = ()) -> dict[str, bytes]:
     """The states of PyTorch's own generators, and of others, by name."""
-    default = [torch.default_generator, *(torch.cuda.default_generators if _is_in_use(torch.cuda) else ())]
-    named = {f"PyTorch's generator of {generator.device}": generator for generator in default}
+    named = {f"PyTorch's generator of {generator.device}": generator for generator in _default_generators()}
     named |= {f"generator {index} of the state": generator for index, generator in enumerate(generators)}
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # also called while modes are active
         return {name: generator.get_state().numpy().tobytes() for name, generator in named.items()}
@@ -254,34 +262,18 @@ class RandomNumbers:
 
     def __init__(self) -> None:
         """Save the states."""
-        modules = (torch.cuda, getattr(torch, "xpu", None))
-        self._devices = [module for module in modules if module is not None and _is_in_use(module)]
-        self._of_torch = torch.get_rng_state()
-        self._of_devices = [module.get_rng_state_all() for module in self._devices]
-        self._numpy = sys.modules.get("numpy.random")
-        self._of_numpy = None if self._numpy is None else self._numpy.get_state()
-        self._python = random.getstate()
+        self._saved: list[tuple[Callable[[Any], object], Any]] = [(random.setstate, random.getstate())]
+        self._saved += [(generator.set_state, generator.get_state()) for generator in _default_generators()]
+        self._of_torch = states_of_torch()
+        if (numpy := sys.modules.get("numpy.random")) is not None:
+            self._saved.append((numpy.set_state, numpy.get_state()))
 
     def has_drawn_on_cpu(self) -> bool:
         """True if PyTorch's generator of the CPU has changed since."""
-        return not torch.equal(self._of_torch, torch.get_rng_state())
+        name = "PyTorch's generator of cpu"
+        return self._of_torch[name] != states_of_torch()[name]
 
     def restore(self) -> None:
         """Set the generators back."""
-        torch.set_rng_state(self._of_torch)
-        random.setstate(self._python)
-        for module, states in zip(self._devices, self._of_devices, strict=True):
-            module.set_rng_state_all(states)
-        if self._numpy is not None:
-            self._numpy.set_state(self._of_numpy)
-
-    def of_torch(self) -> dict[str, bytes]:
-        """The states of PyTorch's generators, by name."""
-        states = {"the random numbers of the CPU": self._of_torch}
-        for index, state in enumerate(state for states in self._of_devices for state in states):
-            states[f"the random numbers of device {index}"] = state
-        return {name: state.numpy().tobytes() for name, state in states.items()}
-
-
-def _is_in_use(module: Any) -> bool:
-    return bool(module.is_available() and module.is_initialized())
+        for set_state, state in self._saved:
+            set_state(state)

@@ -120,6 +120,10 @@ class State:
             if isinstance(root, torch.nn.Module):
                 yield from ((f"{name}.{path}" if path else name, module) for path, module in root.named_modules())
 
+    def is_distributed(self) -> bool:
+        """True if there is a DistributedDataParallel."""
+        return any(type(module).__name__ == "DistributedDataParallel" for _, module in self.modules())
+
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """The optimizers among the objects, also of schedulers."""
         found: dict[str, torch.optim.Optimizer] = {}

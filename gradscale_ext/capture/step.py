@@ -201,7 +201,7 @@ class CapturedStep:
             "hooks": hooks,
         }
         self.__setstate__({"step": step, "given": state, "options": options})
-        if self._is_distributed and warmup < 11:
+        if self._state.is_distributed() and warmup < 11:
             raise ValueError(
                 "CapturedStep: warmup must be at least 11 with DistributedDataParallel, which sets up its buckets and "
                 f"statistics in the first calls, but it is {warmup}"
@@ -231,10 +231,6 @@ class CapturedStep:
     @functools.cached_property
     def _state(self) -> State:
         return State("CapturedStep", self._given)
-
-    @functools.cached_property
-    def _is_distributed(self) -> bool:
-        return any(type(module).__name__ == "DistributedDataParallel" for _, module in self._state.modules())
 
     @functools.cached_property
     def _device(self) -> torch.device:
