@@ -33,7 +33,9 @@ class Guards:
                     wanted.pop()
                 self._compiled.add_items(item.value, wanted)
         for saved in self._tensors:
-            self._compiled.add_tensor(saved.item.value, self._is_expected(saved), saved.gradient)
+            self._compiled.add_tensor(saved.item.value)
+            if self._is_expected(saved):
+                self._compiled.add_gradient(saved.item.value, saved.gradient)
         for gradient in self._gradients.values():
             self._compiled.add_result(gradient.tensor, gradient.after)
 
