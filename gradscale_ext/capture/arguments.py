@@ -34,10 +34,14 @@ def flatten(value: Any, refuse: Refuse) -> tuple[Form, list[Leaf]]:
 
 
 def _form_of(value: Any, place: str, leaves: list[Leaf], refuse: Refuse) -> Form:
-    kind, parts = type(value), list[Any]()
-    if kind not in _CONTAINERS and isinstance(value, _LEAVES):
+    kind = type(value)
+    if kind in _CONTAINERS:
+        pairs = dict.items(value) if kind is dict else enumerate(value)
+        return kind, *[(key, _form_of(item, f"{place}[{key!r}]", leaves, refuse)) for key, item in pairs]
+    if isinstance(value, _LEAVES):
         leaves.append(Leaf(place, value))
         return None
+    parts = []
     for key, item in _items(value, place, refuse):
         name, shown = (key.name, f".{key.name}") if isinstance(key, dataclasses.Field) else (key, f"[{key!r}]")
         parts.append((name, _form_of(item, f"{place}{shown}", leaves, refuse)))
@@ -45,12 +49,7 @@ def _form_of(value: Any, place: str, leaves: list[Leaf], refuse: Refuse) -> Form
 
 
 def _items(value: Any, place: str, refuse: Refuse) -> Iterable[tuple[Any, Any]]:
-    """The keys and items of a structure, which can be built again with other items."""
-    kind = type(value)
-    if kind is dict:
-        return dict.items(value)
-    if kind in _CONTAINERS:
-        return enumerate(value)
+    """The keys and items of a structure of another type, which can be built again with other items."""
     if _structures.is_leaf(value):
         raise refuse(place, value)
     items: list[tuple[Any, Any]] = []

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
@@ -30,6 +30,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(_HERE)) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _SCHEDULER = torch.optim.lr_scheduler.LRScheduler
+_NUMBERS = (int, float, complex, str)
 _MOST = 16
 """Elements of the longest tensor made of a list of numbers that are compared as numbers."""
 #: Operators that write to running statistics, which their schemas do not mark.
@@ -78,6 +79,8 @@ class Call:
     """For each tensor, the address of its first element, or the negative number of the memory that the step made."""
     scalars: tuple[Any, ...] = ()
     """Values of tensors of the host with one element, which kernels get as numbers; None for other tensors."""
+    operands: list[torch.Tensor] = field(default_factory=list)
+    """The tensors, while the call is being made."""
 
     @property
     def location(self) -> Location | None:
@@ -112,18 +115,20 @@ class Record:
         self.temporary: set[int] = set()
         """Foreign memory that nothing else held after the step, such as of compiled code."""
 
-    def call(self, name: str, args: Any, kwargs: Any) -> Call:
-        """A call that is about to be made."""
+    def call(self, name: str, leaves: list[Any]) -> Call:
+        """A call that is about to be made, with the leaves of its arguments."""
         place = Place.of_caller()
         self.location = place.location or self.location
-        numbers = tuple(leaf for leaf in leaves_in((args, kwargs)) if isinstance(leaf, int | float | complex | str))
-        shapes = tuple(tuple(tensor.shape) for tensor in tensors_in((args, kwargs)))
+        numbers = tuple([leaf for leaf in leaves if isinstance(leaf, _NUMBERS)])
+        shapes = tuple([tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)])
         is_backward = torch._C._current_graph_task_id() != -1
         return Call(name, numbers, shapes, place._replace(location=self.location), is_backward)
 
     def note(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Note a call of an operator that is about to be made."""
-        call, operands = self.call(str(operator), args, kwargs), list(tensors_in((args, kwargs)))
+        leaves = leaves_in((args, kwargs))
+        call, operands = self.call(str(operator), leaves), [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        call.operands = operands
         if call.name == "aten.lift_fresh.default":  # what numbers of the host have become
             if operands[0].numel() <= _MOST and not operands[0].is_meta:
                 call.numbers += tuple(operands[0].flatten().tolist())
@@ -141,9 +146,11 @@ class Record:
         """Note a write to memory that the step did not make."""
         self.written.setdefault(memory._cdata, (memory, call.shown, call.location))
 
-    def note_result(self, call: Call, operands: list[torch.Tensor], result: Any) -> None:
+    def note_result(self, call: Call, result: Any) -> None:
         """Note the memory that a call made, which its operands do not have."""
-        self._add_made(tensors_in(result), {memory._cdata for memory in map(memory_of, operands) if memory is not None})
+        memory = {own._cdata for own in map(memory_of, call.operands) if own is not None}
+        self._add_made(tensors_in(result), memory)
+        call.operands = []
 
     def _add_made(self, tensors: Iterable[torch.Tensor], before: set[int]) -> None:
         for memory in map(memory_of, tensors):
@@ -234,7 +241,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call = self._record.note(func, args, kwargs)
         result = func(*args, **kwargs)
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            self._record.note_result(call, list(tensors_in((args, kwargs))), result)
+            self._record.note_result(call, result)
         return result
 
 
@@ -370,21 +377,22 @@ def text_of_number(value: Any) -> str:
     return repr(value)
 
 
-def leaves_in(value: Any) -> Iterator[Any]:
+def leaves_in(value: Any) -> list[Any]:
     """The leaves of the arguments of an operator."""
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from leaves_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from leaves_in(item)
-    else:
-        yield value
+    if not isinstance(value, list | tuple | dict):
+        return [value]
+    leaves: list[Any] = []
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, list | tuple | dict):
+            leaves += leaves_in(item)
+        else:
+            leaves.append(item)
+    return leaves
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors among them."""
-    return (leaf for leaf in leaves_in(value) if isinstance(leaf, torch.Tensor))
+    return [leaf for leaf in leaves_in(value) if isinstance(leaf, torch.Tensor)]
 
 
 @functools.cache
@@ -398,7 +406,7 @@ def _written_arguments(operator: Any) -> tuple[tuple[int, str], ...]:
 def written_by(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Tensors that an operator writes to."""
     given = [args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(operator)]
-    return list(tensors_in(given))
+    return tensors_in(given)
 
 
 def _scalar(tensor: torch.Tensor) -> Any:

@@ -498,7 +498,7 @@ class CapturedStep:
         begin = Snapshot(self._state, is_written)
         replayed = outcome(self._replay(captured, arguments)).keep()
         begin.restore()
-        record = Record((value for _, value in arguments.tensors()), (item.value for item in self._state.tensors()))
+        record = Record((leaf.value for leaf in arguments.tensors()), (saved.item.value for saved in begin.tensors))
         try:
             with graphs.without_autocast_cache():
                 result = self._run(arguments, graphs.seeming_to_capture(), recording(record))

@@ -96,9 +96,9 @@ class Watch(Record):
         for generator, state in self._drawn.values():
             generator.set_state(state)
 
-    def call(self, name: str, args: Any, kwargs: Any) -> Call:
+    def call(self, name: str, leaves: list[Any]) -> Call:
         """A call that is about to be made. Only operators draw from PyTorch's generators: other changes are seeds."""
-        call = super().call(name, args, kwargs)
+        call = super().call(name, leaves)
         self.find_seeds()
         return call
 
@@ -131,7 +131,7 @@ class Watch(Record):
             self._function = outer
 
     def _note_function(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call = self.call(name, args, kwargs)
+        call = self.call(name, leaves_in((args, kwargs)))
         if call.place.owner is not None or (name == "to" and not _is_moved_to_cpu(args, kwargs)):
             return  # the operators show what PyTorch's optimizers do
         self.calls.append(call)
@@ -172,9 +172,10 @@ class Watch(Record):
                 self._reads[id(call)] = read
         return call
 
-    def note_result(self, call: Call, operands: list[torch.Tensor], result: Any) -> None:
+    def note_result(self, call: Call, result: Any) -> None:
         """Note what a call made. A number that an optimizer reads is one that a graph would keep."""
-        super().note_result(call, operands, result)
+        operands = call.operands
+        super().note_result(call, result)
         self._random = states_of_torch(self._generators)
         if (read := self._reads.pop(id(call), None)) is not None:
             if isinstance(call.place.owner, torch.optim.Optimizer):
