@@ -195,7 +195,7 @@ def learner_of_numbers(slope=1.0):
         loss = slope * x * weight
         loss.backward()
         optimizer.step()
-        return {"loss": loss, "drawn": torch.rand(3)}
+        return {"loss": loss, "drawn": torch.rand(3, device=loss.device)}
 
     return lockstep.Side(step, [optimizer], own.loss, prepare=lambda number: (torch.tensor(1.0 + number),))
 
