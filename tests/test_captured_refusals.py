@@ -244,6 +244,26 @@ def test_reads_inside_of_operators(name):
     assert "cannot be captured" in complaint(step_with(learner, READS[name]), [*learner.state(), EMBEDDING], batches(4))
 
 
+def test_the_line_of_a_read_in_the_backward_pass():
+    """Not of another such operator that has no gradient."""
+    learner = Learner()
+
+    def step(x, y):
+        hidden = learner.model(x)
+        factor = hidden.detach().prod()
+        loss = (hidden - y).square().mean() + hidden.prod(1).sum()  # here
+        learner.optimizer.zero_grad()
+        loss.backward()
+        learner.optimizer.step()
+        return loss, factor, x.prod()
+
+    (finding,) = gs.diagnose_capture(step, batches(2), *learner.state()).findings
+    assert finding.code == "sync"
+    assert finding.source.endswith("# here")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):  # of the user: no second one
+        assert gs.diagnose_capture(step, batches(2), *learner.state()).ok
+
+
 @pytest.mark.parametrize("name", INSTEAD)
 def test_what_operators_read_on_a_cpu_only(name):
     learner = Learner()

@@ -130,7 +130,8 @@ class _Diagnosis:
                         self._add_difference(found)
                     self._compare_results(last[1], result)
                 last = watch, result
-        self._profile(batches[-1])
+        if not torch.autograd._profiler_enabled():  # by the user: there can be only one
+            self._profile(batches[-1])
 
     def _form(self, batch: Any) -> Form:
         """Which graph is right for a batch. Adds findings for arguments that `CapturedStep` refuses."""

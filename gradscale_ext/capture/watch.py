@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -279,18 +278,13 @@ class _Lines:
 
     def __init__(self, calls: list[Call], events: list[Any]) -> None:
         self._calls: dict[str, list[Call]] = {}
+        self._events: dict[str, list[Any]] = {}
         for call in calls:
             if call.name.startswith("aten.") and not call.is_backward:
                 self._calls.setdefault(_short(call.name), []).append(call)
-        forward = [one for one in events if not any(_NODE.search(outer.name) for outer in (one, *_outer(one)))]
-        nodes = [one for one in events if _NODE.fullmatch(one.name)]
-        nodes.sort(key=lambda one: one.sequence_nr)
-        self._counts = Counter(map(_event_key, [*forward, *nodes]))
-        self._numbers: dict[int, int] = {}
-        seen = Counter[Any]()
-        for one in [*forward, *nodes]:
-            self._numbers[id(one)] = seen[_event_key(one)]
-            seen[_event_key(one)] += 1
+        for event in events:
+            if not any(_NODE.search(outer.name) for outer in (event, *_outer(event))):
+                self._events.setdefault(_short(event.name), []).append(event)
 
     def of(self, outer: list[Any]) -> tuple[str, Location | None]:
         """The name of the outermost operator around an event, or of its node, and its line if it is known."""
@@ -299,17 +293,15 @@ class _Lines:
             node = _NODE.fullmatch(one.name)
             if not (one.name.startswith("aten::") or node) or one.name in ("aten::item", "aten::_local_scalar_dense"):
                 continue
+            name = _short(node[1] if node else one.name)
             shown = shown or (node[1] if node else one.name.removeprefix("aten::").lstrip("_"))
-            calls, count = self._calls.get(_short(node[1] if node else one.name), []), self._counts[_event_key(one)]
-            if calls and id(one) in self._numbers and count % len(calls) == 0:
-                call = calls[self._numbers[id(one)] // (count // len(calls))]
+            calls, events = self._calls.get(name, []), self._events.get(name, [])
+            # The last operator with the node's number has made it.
+            found = [i for i, e in enumerate(events) if e is one or (node and e.sequence_nr == one.sequence_nr)]
+            if found and calls and len(events) % len(calls) == 0:
+                call = calls[found[-1] // (len(events) // len(calls))]
                 return call.shown.lstrip("_") if node else shown, call.location
         return shown, None
-
-
-def _event_key(event: Any) -> str:
-    node = _NODE.fullmatch(event.name)
-    return f"node {_short(node[1])}" if node else str(event.name)
 
 
 def _outer(event: Any) -> Iterator[Any]:
