@@ -130,7 +130,7 @@ class _Diagnosis:
                         self._add_difference(found)
                     self._compare_results(last[1], result)
                 last = watch, result
-        if not torch.autograd._profiler_enabled():  # by the user: there can be only one
+        if not torch._C._autograd._profiler_enabled():  # by the user: there can be only one
             self._profile(batches[-1])
 
     def _form(self, batch: Any) -> Form:
