@@ -182,7 +182,6 @@ class LaneRows {
     const int row = exists(0) ? warp.lane / kLanes : warp.count - 1;
     from_ = logits_.row(row);
     targets_from_ = targets_.row(row);
-    gradient_ = to_.row(row);
     load();
     if constexpr (Packets::kTiled) {
       __syncwarp(); // all lanes have read these rows before gradients replace them
@@ -309,12 +308,12 @@ class LaneRows {
         }
       }
       if (exists(begin)) { // otherwise, other lanes store the row
-        packets.store(gradient_, e);
+        Gradient* const gradient = to_.row(begin + warp_.lane / kLanes);
+        packets.store(gradient, e);
         if (!formula.counts()) { // rarely: the branch costs less than a choice for each element
           const Values zeros{};
-          packets.store(gradient_, zeros);
+          packets.store(gradient, zeros);
         }
-        gradient_ += kSideBySide * to_.stride;
       }
     }
     if constexpr (!Formula::kLoadsAhead) {
@@ -381,7 +380,6 @@ class LaneRows {
   int end_; // the number of rows from this lane's first row on
   const Logit* from_;
   const Probability* targets_from_;
-  Gradient* gradient_;
   Packets packets_{};
   typename Packets::template Words<Logit> x_;
   typename Packets::template Words<Probability> t_;

@@ -153,26 +153,28 @@ def _cases_of(dtype: torch.dtype) -> list[Case]:
 
     policy = gs.SoftCrossEntropy()
     # Budgets of rows contain what it costs that the order of a row's operations does not depend on its alignment: one
-    # addition per element for an exact moment, about 25 instructions for a row of 601.
+    # addition per element for an exact moment, about 25 instructions for a row of 601. One to seven instructions of a row
+    # go to two numbers that do not stay in registers, the row's maximum and the address of its gradient: they were
+    # spilled on sm_120.
     return [
-        loss("TwoHot", gs.TwoHot(support), 601, 288, 324, usual=630),
+        loss("TwoHot", gs.TwoHot(support), 601, 289, 324, usual=630),
         of(
             "TwoHot 601 with gradient, stacked",
             partial(_loss, stacked=True),
             gs.TwoHot(support),
             601,
-            budget=288 if fp32 else 324,
+            budget=289 if fp32 else 324,
             batch=512,
         ),
         loss("HLGauss", gs.HLGauss(support), 601, 328, 364, usual=815),
         two_hot(255, 147, 154),
-        loss("TwoHot, raw,", gs.TwoHot(raw), 255, 187, 193, issue=0.7 if fp32 else 0.9),
+        loss("TwoHot, raw,", gs.TwoHot(raw), 255, 189, 195, issue=0.7 if fp32 else 0.9),
         # A row of 101 16-bit logits has few bytes for its number of shuffles.
         two_hot(101, 90, 107, issue=0.7 if fp32 else 1.15, in_flight=30_000 if fp32 else 27_000),
         *([two_hot(21, 28, 28, batch=2048)] if fp32 else []),
         loss("policy", policy, 18, 22.5, 22.7, batch=2048),
-        loss("policy", policy, 82, 93, 96, batch=1024),
-        loss("policy", policy, 362, 323, 334),
+        loss("policy", policy, 82, 94, 97, batch=1024),
+        loss("policy", policy, 362, 330, 342),
         # 32 elements per lane, with two exponentials, a division and a logarithm each: 50 instructions; 40 shuffles and
         # 40 of their sums, and 220 for the factor, the sums and the addresses of a row. A bf16 row has 6 KB, which take
         # as long as 1,330 instructions. Each lane loads 32 bytes ahead, or 64 of fp32.
@@ -207,7 +209,7 @@ def _cases_of(dtype: torch.dtype) -> list[Case]:
             )
         ),
         of("decode 601", _decode, support, budget=183 if fp32 else 208, batch=512, issue=0.7 if fp32 else 0.85),
-        of("gradient of decode 601", _decode_gradient, support, budget=312 if fp32 else 356, batch=512),
+        of("gradient of decode 601", _decode_gradient, support, budget=313 if fp32 else 356, batch=512),
         of(
             "decode 255, raw",
             _decode,
@@ -222,7 +224,7 @@ def _cases_of(dtype: torch.dtype) -> list[Case]:
             _decode_gradient,
             raw,
             width=255,
-            budget=210 if fp32 else 221,
+            budget=213 if fp32 else 224,
             batch=512,
             issue=0.7 if fp32 else 1.05,
         ),
@@ -296,8 +298,16 @@ def _returns_cases() -> list[Case]:
     lambda_returns = partial(_returns, "lambda_returns", lambda_=0.95)
     return [
         of("advantages [B, T], T 128", partial(_advantages, 128, True), 22, budget=106, batch=512),
-        # Many short rows: all addresses of a row are computed for its 32 steps. On the simulated H200, whose batch is
-        # smaller, a warp has one row: 310 instructions.
+        # Short rows: a quarter of a warp owns a row of 8 steps. All addresses of a row are computed for its steps.
+        of(
+            "advantages [B, T], T 8",
+            partial(_advantages, 8, True),
+            22,
+            budget=175,
+            batch=2048,
+            issue=1.15,
+            disagreement=0.6,
+        ),
         of(
             "advantages [B, T], T 32",
             partial(_advantages, 32, True),
