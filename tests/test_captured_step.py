@@ -432,7 +432,7 @@ def test_a_schedule_inside_the_step():
 
     text = refusal(step, [*learner.state(), schedule], r"param_groups\[0\]\['lr'\]")
     assert "(0.0729, then 0.06561), which a replay does not at tests/test_captured_step.py" in text
-    assert "schedule.step(); write SGD(..., lr=torch.tensor(0.001, device" in text
+    assert "schedule.step(); call the scheduler's step() outside of the step, with SGD(..., lr=torch.tensor(" in text
     assert learner.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**3)
     assert schedule.last_epoch == 3
 

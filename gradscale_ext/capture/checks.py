@@ -139,7 +139,8 @@ class Refusals:
                 has_rate = has_rate or (is_option and change.key == "lr")
                 cause = f"the step changes {shown(change)}, which a replay does not"
                 key = "mode" if change.kind == "flag" else str(change.key)
-                yield Problem("stale_number", cause, self._remedy(change), line if is_option else None, key=key)
+                remedy = self._remedy(change, has_schedule=bool(record.schedulers))
+                yield Problem("stale_number", cause, remedy, line if is_option else None, key=key)
         for kind, at in record.schedulers.items() if not has_rate else ():
             cause = f"the step calls {kind}.step(), which counts on the host and decides there what the rate becomes"
             yield Problem("stale_number", cause, scheduler_remedy(), at)
@@ -148,11 +149,14 @@ class Refusals:
         root = self._state.roots.get(change.name.partition(".")[0])
         return not isinstance(root, torch.optim.Optimizer | torch.amp.GradScaler)
 
-    def _remedy(self, change: Change) -> str:
+    def _remedy(self, change: Change, has_schedule: bool) -> str:
         if change.kind == "flag":
-            return "write train(), eval() and requires_grad_() outside of the step"
-        if change.item is not None and change.item.role == "updater" and self._is_scheduler(change):
+            return "call train(), eval() and requires_grad_() outside of the step"
+        is_of_scheduler = change.item is not None and change.item.role == "updater" and self._is_scheduler(change)
+        if is_of_scheduler:
             return scheduler_remedy()
+        if change.key == "lr" and has_schedule:
+            return scheduler_remedy(optimizer_of(change.name, self._state))
         own = option_remedy(optimizer_of(change.name, self._state), change.key) if change.item is not None else ""
         return f"write {own}" if own else "change it outside of the step, and call reset() after a change"
 

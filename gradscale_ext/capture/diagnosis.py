@@ -239,7 +239,7 @@ class _Diagnosis:
                         "read the one of the step that was captured",
                         call.location,
                         "keep it in a tensor that exists before the step, write to it with copy_(), and name it in the "
-                        "state; for gradients, write zero_grad(set_to_none=False)",
+                        "state; for gradients, pass set_to_none=False to zero_grad()",
                         key="survivor",
                     )
 

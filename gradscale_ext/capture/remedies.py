@@ -93,6 +93,6 @@ def option_remedy(optimizer: torch.optim.Optimizer | None, key: str) -> str:
     return "cycle_momentum=False for a scheduler that changes it" if key in ("betas", "momentum") else ""
 
 
-def scheduler_remedy() -> str:
+def scheduler_remedy(optimizer: torch.optim.Optimizer | None = None) -> str:
     """Where a scheduler is called."""
-    return f"call the scheduler's step() outside of the step, with {TENSOR_RATE}, which it changes with fill_()"
+    return f"call the scheduler's step() outside of the step, with {rate_remedy(optimizer)}"
