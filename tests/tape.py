@@ -21,7 +21,7 @@ from gradscale_ext import _context
 from gradscale_ext.capture import graphs
 from gradscale_ext.diagnosis import lines
 
-lines.NOT_THE_USERS = (*lines.NOT_THE_USERS, __file__)
+lines.LIBRARY_PATHS = (*lines.LIBRARY_PATHS, __file__)
 
 READS = (
     "aten::_local_scalar_dense",

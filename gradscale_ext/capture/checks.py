@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..diagnosis.lines import NOT_THE_USERS, Location
+from ..diagnosis.lines import LIBRARY_PATHS, Location
 from .arguments import Arguments, Leaf, argument, flatten, refuse_result
 from .hooks import hook_location, hook_name, hooks_of, is_of_monitor
 from .record import Record
@@ -25,7 +25,7 @@ from .snapshot import NUMBERS, Change, Snapshot, is_equal, is_same
 from .state import State, memory_of
 
 _MARK = "gradscale_ext"
-_NOT_TRACED = (*NOT_THE_USERS, sysconfig.get_path("stdlib"), "<")
+_NOT_TRACED = (*LIBRARY_PATHS, sysconfig.get_path("stdlib"), "<")
 
 
 class Problem(NamedTuple):
@@ -181,12 +181,12 @@ def kept_graph_problems(state: State) -> Iterator[Problem]:
 def is_of_step(error: BaseException) -> bool:
     """True for errors that have nothing to do with the capture: the code of the user raises them, not PyTorch."""
     innermost = traceback.extract_tb(error.__traceback__)[-1]
-    return not (isinstance(error, RuntimeError) or innermost.filename.startswith(NOT_THE_USERS))
+    return not (isinstance(error, RuntimeError) or innermost.filename.startswith(LIBRARY_PATHS))
 
 
 def location_of(error: BaseException) -> Location | None:
     """The user's innermost line that an error passed."""
-    own = [at for at in traceback.extract_tb(error.__traceback__) if not at.filename.startswith(NOT_THE_USERS)]
+    own = [at for at in traceback.extract_tb(error.__traceback__) if not at.filename.startswith(LIBRARY_PATHS)]
     return Location(own[-1].filename, own[-1].lineno or 0) if own else None
 
 

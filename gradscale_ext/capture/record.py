@@ -54,7 +54,7 @@ class Place(NamedTuple):
         """Walk from the call to the user's innermost frame."""
         library, is_ours, owner = "", False, None
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and (file := frame.f_code.co_filename).startswith(lines.NOT_THE_USERS):
+        while frame is not None and (file := frame.f_code.co_filename).startswith(lines.LIBRARY_PATHS):
             if file.startswith(_TORCH):
                 library = file[len(_TORCH) :]
                 if library.startswith("optim/"):

@@ -18,7 +18,7 @@ _LIBRARIES = [os.path.join(os.path.dirname(_TORCH), name) for name in ("numpy", 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PACKAGES = (_TORCH, *_LIBRARIES, _OURS, os.path.dirname(logging.__file__))
 #: Beginnings of the paths of files whose lines are never the user's.
-NOT_THE_USERS = (*(package + os.sep for package in _PACKAGES), copy.__file__, contextlib.__file__)
+LIBRARY_PATHS = (*(package + os.sep for package in _PACKAGES), copy.__file__, contextlib.__file__)
 
 
 class Location(NamedTuple):
@@ -40,7 +40,7 @@ class Location(NamedTuple):
 def users_frame() -> FrameType | None:
     """The innermost frame outside of PyTorch and this package."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
+    while frame is not None and frame.f_code.co_filename.startswith(LIBRARY_PATHS):
         frame = frame.f_back
     return frame
 
