@@ -153,9 +153,8 @@ def _cases_of(dtype: torch.dtype) -> list[Case]:
 
     policy = gs.SoftCrossEntropy()
     # Budgets of rows contain what it costs that the order of a row's operations does not depend on its alignment: one
-    # addition per element for an exact moment, about 25 instructions for a row of 601. One to seven instructions of a row
-    # go to two numbers that do not stay in registers, the row's maximum and the address of its gradient: they were
-    # spilled on sm_120.
+    # addition per element for an exact moment, about 25 instructions for a row of 601. One to seven instructions of a
+    # row go to its maximum and the address of its gradient, which do not stay in registers: sm_120 spilled them.
     return [
         loss("TwoHot", gs.TwoHot(support), 601, 289, 324, usual=630),
         of(
