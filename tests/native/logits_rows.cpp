@@ -47,5 +47,5 @@ extern "C" void logits_rows(
   pass.heads = &head;
   pass.coefficients = &coefficients;
   Scratch scratch(width);
-  baseline::run_rows_of<float, float>(pass, s, 0, rows, scratch.data());
+  baseline::run_rows_of(pass, s, 0, rows, reinterpret_cast<float*>(scratch.data()));
 }
