@@ -506,8 +506,8 @@ class BinSums {
       const int opposite = (last + 2 * before - packet * lane - k) & (Packets::kStep - 1);
       const float other = below[(last - k) & (packet - 1)];
       chains[Packets::chain(k)] +=
-          above[k] +
-          from_owner<Packets::kLanes>((static_cast<int>(threadIdx.x) % 32 & -Packets::kLanes) + opposite / packet, other);
+          above[k] + from_owner<Packets::kLanes>(
+                         (static_cast<int>(threadIdx.x) % 32 & -Packets::kLanes) + opposite / packet, other);
     }
   }
 };

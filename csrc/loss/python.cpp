@@ -223,7 +223,8 @@ class LossReader {
     read_by_head("step_weights", given(Option::step_weights), call.step_weights, &LossReader::step_numbers);
     const py::handle gradient_scale = given(Option::step_gradient_scale);
     read_by_head("step_gradient_scale", gradient_scale, call.step_gradient_scale, &LossReader::gradient_scale);
-    read_by_head("importance_weights", given(Option::importance_weights), call.importance_weights, &LossReader::weights);
+    read_by_head(
+        "importance_weights", given(Option::importance_weights), call.importance_weights, &LossReader::weights);
     read_by_head("mask", given(Option::mask), call.mask, &LossReader::mask);
     read_by_head("head_weights", head_weights, call.head_weights, &LossReader::head_weight);
     read_by_head("num_entries", num_entries, call.num_entries, &LossReader::num_entries);
