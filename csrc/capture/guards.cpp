@@ -26,7 +26,7 @@ bool has_gradient(const at::Tensor& tensor, const at::Tensor& gradient) {
   return autograd == nullptr ? !gradient.defined() : autograd->grad_.is_same(gradient);
 }
 
-// One number for the address, sizes, strides, requires_grad and the number of hooks.
+// A hash of the address, sizes, strides, requires_grad and the number of hooks.
 uint64_t signature_of(const at::Tensor& tensor) {
   uint64_t signature = 0, factor = 1;
   const auto add = [&](uint64_t value) { signature += value * (factor *= 0x9E3779B97F4A7C15); };
@@ -34,6 +34,7 @@ uint64_t signature_of(const at::Tensor& tensor) {
     add(reinterpret_cast<uintptr_t>(tensor.storage().unsafeGetStorageImpl()->data()));
     add(tensor.storage_offset());
     const auto sizes = tensor.sizes(), strides = tensor.strides();
+    add(sizes.size());
     for (size_t dim = 0; dim < sizes.size(); ++dim) {
       add(sizes[dim]);
       add(strides[dim]);
