@@ -812,8 +812,15 @@ def test_a_batch_that_is_a_dataclass():
     assert found(lambda batch: learner.step(batch.x, batch.y), *learner.state(), given=given).ok
 
 
-@pytest.mark.parametrize("write", [lambda x: x.mul_(2.0), lambda x: x.data.mul_(2.0), lambda x: x.requires_grad_()])
-def test_batches_are_left_as_they_are(write):
+@pytest.mark.parametrize(
+    ("write", "found_codes"),
+    [
+        (lambda x: x.mul_(2.0), {"argument"}),
+        (lambda x: x.data.mul_(2.0), {"argument"}),
+        (lambda x: x.requires_grad_(), set()),
+    ],
+)
+def test_batches_are_left_as_they_are(write, found_codes):
     """Also gradients of arguments, which are no state that the step before left."""
     learner, given = Learner(), batches(2)
 
@@ -822,7 +829,7 @@ def test_batches_are_left_as_they_are(write):
         return learner.step(x, y)
 
     diagnosis = found(step, *learner.state(), given=given)
-    assert {code for code, _ in codes(diagnosis)} == ({"argument"} if "mul_" in diagnosis.__str__() else set())
+    assert {code for code, _ in codes(diagnosis)} == found_codes
     assert bits(given) == bits(batches(2))
     assert not any(x.requires_grad or x.grad is not None for x, _ in given)
 
