@@ -161,11 +161,11 @@ def compile_arguments() -> tuple[list[str], list[str]]:
 
 
 def translation_units() -> list[str]:
-    """The files to compile, in descending order of their compilation times: each file of CPU kernels, and one file that
-    includes all other sources, because PyTorch's headers take most of the compilation of each."""
+    """The files to compile: each file of CPU kernels, and one file that includes all other sources, because PyTorch's
+    headers take most of the compilation of each. The two that take the longest come first."""
     sources = sorted(ROOT.glob("csrc/**/*.cpp"))
     kernels = [path for path in sources if "#define GRADSCALE_KERNELS" in path.read_text(encoding="utf-8")]
-    kernels.sort(key=lambda path: path != ROOT / "csrc/loss/cpu/rows.cpp")  # it takes the longest
+    kernels.sort(key=lambda path: path != ROOT / "csrc/loss/cpu/rows.cpp")
     unit = ROOT / "build" / "with_torch.cpp"
     others = [path.relative_to(ROOT).as_posix() for path in sources if path not in kernels]
     text = "".join(f'#include "../{path}"\n' for path in others)

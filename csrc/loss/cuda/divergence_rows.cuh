@@ -19,10 +19,10 @@ constexpr Mixture mixture_of(int options) {
 // `lanes_per_row` lanes of a warp own a row of `groups` groups of `classes` logits T, with targets U of the same shape
 // and gradients G (void: none is wanted). lanes_of_group() lanes own a group: each has every kLanes-th packet of
 // `packet` classes, and at most kMostClassesOfLane classes. The lanes of a row compute kTeams groups side by side in
-// each turn, and load those of the next turn meanwhile. If packets are not aligned (`at_once` is false), their elements
-// are accessed one by one, so that the order of sums depends only on the shape of a row and the types. As in
-// lane_rows.cuh, a warp owns up to 32 rows, and each lane holds the numbers of one. Bytes: logits and targets are read
-// once, gradients are written once, and once more, as zeros, if the divergence is below the free nats.
+// each turn, and load the groups of the next turn before they compute. If packets are not aligned (`at_once` is false),
+// their elements are accessed one by one, so that the order of sums depends only on the shape of a row and the types.
+// As in lane_rows.cuh, a warp owns up to 32 rows, and each lane holds the numbers of one. Bytes: logits and targets are
+// read once, gradients are written once, and once more, as zeros, if the divergence is below the free nats.
 template <class T, class U, class G, int groups, int classes, int lanes_per_row, int packet, bool at_once, int options>
 class DivergenceRows {
   using Head = CategoricalKL<float>;

@@ -208,7 +208,8 @@ GRADSCALE_DEVICE A shifted(A x, int distance) {
                      : __shfl_down_sync(kWholeWarp, x, distance, lanes);
 }
 
-// The position of a lane in the walk over its row, from 0. For a position, the lane among those of its row.
+// The position of a lane in the walk over its row, from 0. The function is its own inverse: it also gives the lane,
+// from 0 in the row, at a position.
 template <class F, int lanes = kWarpSize>
 GRADSCALE_DEVICE int turn_of(int lane) {
   return F::kAdjoint ? lane % lanes : lanes - 1 - lane % lanes;
