@@ -61,7 +61,7 @@ def call_operator(
         [math.nan if replaced else number for number, replaced in zip(numbers, varies, strict=True)],
         wants,
         *lists,
-        *call.options[len(lists) :],
+        *call.options[len(lists) : 9],
     ]
     operator = torch.ops.gradscale_ext.multi_step_loss
     results = operator.varying(*arguments, varying) if varying else operator.default(*arguments)
