@@ -42,6 +42,7 @@ from .loss.priorities import priorities
 from .loss.reduce import reduce_multi_step
 from .monitor.monitor import GradientMonitor
 from .normalization import ReturnScale, standardize
+from .policy_heads import ClippedSquaredError, GaussianPolicyGradient, PolicyGradient
 from .returns import (
     generalized_advantages,
     lambda_returns,
@@ -65,7 +66,9 @@ __all__ = [
     "CategoricalKL",
     "ClipGradientNorm",
     "ClipGradientValue",
+    "ClippedSquaredError",
     "Finding",
+    "GaussianPolicyGradient",
     "GeneralizedAdvantages",
     "GradientDiagnosis",
     "GradientMonitor",
@@ -82,6 +85,7 @@ __all__ = [
     "NegativeCosine",
     "NormalizeGradient",
     "PerStepLoss",
+    "PolicyGradient",
     "QuantileHuber",
     "ReturnScale",
     "ReverseGradient",

@@ -24,16 +24,34 @@ _LARGEST = sys.float_info.max
 DETAILS = (None, "expected", "entropy")
 
 
-class Form(NamedTuple):
-    """Shapes of one prediction and its target, without the batch dimension. A letter stands for a size of at least 1,
-    the same size in both shapes. The target's letters are the first letters of the prediction, or all of them are new.
-    """
+class Field(NamedTuple):
+    """A tensor of a prediction or target."""
 
-    prediction: tuple[str, ...]
-    target: tuple[str, ...] | None
-    """None: the head has no target."""
+    name: str
+    """Empty if the prediction or target is this one tensor, else its key in a mapping."""
+    shape: tuple[str, ...]
+    """Without the batch dimension. A letter is a size of at least 1, the same in all fields of a form."""
     classes: bool = False
-    """True if the target is an int64 class index."""
+    """True for int64, False for a floating dtype."""
+    required: bool = True
+    shared: bool = False
+    """True if one tensor without a batch dimension is for all samples and steps."""
+
+
+class Form(NamedTuple):
+    """The tensors of one prediction and its target. The letters of a target without a name are the first letters of the
+    prediction, or all of them are new."""
+
+    predictions: tuple[Field, ...]
+    targets: tuple[Field, ...]
+    """Empty: the head has no target."""
+    without: tuple[str, ...] = ()
+    """Arguments of the head that must have their neutral value, 0 or None, in this form."""
+
+
+def _form(prediction: tuple[str, ...], target: tuple[str, ...] | None, classes: bool = False) -> Form:
+    """The form of a head whose prediction and target are one tensor each; None for a head without a target."""
+    return Form((Field("", prediction),), () if target is None else (Field("", target, classes),))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +84,17 @@ class Head:
     @property
     def has_target(self) -> bool:
         """True if the loss compares predictions with targets."""
-        return self.forms[0].target is not None
+        return bool(self.forms[0].targets)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of letters in `forms` that the head determines."""
+        return {"S": self.support.num_bins} if self.decodes else {}  # type: ignore[attr-defined]
 
     def __init_subclass__(cls) -> None:
         """Refuse a subclass that changes how the kernels read its base."""
         base = cls.__mro__[1]
-        for name in ("kind", "forms", "detail", "has_largest_logit", "decodes", "numbers", "has_target"):
+        for name in ("kind", "forms", "detail", "has_largest_logit", "decodes", "numbers", "has_target", "sizes"):
             if getattr(base, "kind", "") and name in {**cls.__dict__, **cls.__dict__.get("__annotations__", {})}:
                 raise TypeError(
                     f"{cls.__name__}: a subclass of {cls.__mro__[1].__name__} must not have its own {name!r}"
@@ -135,7 +158,7 @@ class TwoHot(Head):
     label_smoothing: float = 0.0
 
     kind: ClassVar[str] = "two_hot"
-    forms: ClassVar[tuple[Form, ...]] = (Form(("S",), ()),)
+    forms: ClassVar[tuple[Form, ...]] = (_form(("S",), ()),)
     detail: ClassVar[Literal["expected", "entropy"] | None] = "expected"
     has_largest_logit: ClassVar[bool] = True
 
@@ -181,7 +204,7 @@ class HLGauss(Head):
     sigma_ratio: float = 0.75
 
     kind: ClassVar[str] = "hl_gauss"
-    forms: ClassVar[tuple[Form, ...]] = (Form(("S",), ()),)
+    forms: ClassVar[tuple[Form, ...]] = (_form(("S",), ()),)
     detail: ClassVar[Literal["expected", "entropy"] | None] = "expected"
     has_largest_logit: ClassVar[bool] = True
 
@@ -199,6 +222,10 @@ class HLGauss(Head):
 @dataclass(frozen=True, kw_only=True)
 class SoftCrossEntropy(Head):
     """Policy head: cross-entropy of `[B, A]` logits with `[B, A]` probabilities t, or with `[B]` int64 classes.
+
+    A target may also be a mapping of ``{"classes": ..., "probabilities": ...}``, int64 and floating `[B, K]`: only K of
+    many actions have a target (Sampled MuZero, Hubert et al. 2021). A class that comes twice counts twice, and
+    probability 0 pads. `label_smoothing` must be 0 then.
 
     ``l = -sum_a t_a log p_a - entropy_weight H(p)``, with ``p = softmax(x)``, ``H(p) = -sum_a p_a log p_a`` and t after
     smoothing: ``t (1 - label_smoothing) + label_smoothing / A``. The t_a (visit counts over their sum) need not sum to
@@ -228,7 +255,15 @@ class SoftCrossEntropy(Head):
     subtract_target_entropy: bool = False
 
     kind: ClassVar[str] = "soft_cross_entropy"
-    forms: ClassVar[tuple[Form, ...]] = (Form(("A",), ("A",)), Form(("A",), (), classes=True))
+    forms: ClassVar[tuple[Form, ...]] = (
+        _form(("A",), ("A",)),
+        _form(("A",), (), classes=True),
+        Form(
+            (Field("", ("A",)),),
+            (Field("classes", ("K",), classes=True), Field("probabilities", ("K",))),
+            without=("label_smoothing",),
+        ),
+    )
     detail: ClassVar[Literal["expected", "entropy"] | None] = "entropy"
     has_largest_logit: ClassVar[bool] = True
 
@@ -271,7 +306,7 @@ class MeanSquaredError(Head):
     transform: Literal["identity", "signed_hyperbolic", "symlog"] = "identity"
 
     kind: ClassVar[str] = "mean_squared_error"
-    forms: ClassVar[tuple[Form, ...]] = (Form((), ()), Form(("D",), ("D",)))
+    forms: ClassVar[tuple[Form, ...]] = (_form((), ()), _form(("D",), ("D",)))
 
     def __post_init__(self) -> None:
         """Check the transform."""
@@ -308,7 +343,7 @@ class Huber(Head):
     transform: Literal["identity", "signed_hyperbolic", "symlog"] = "identity"
 
     kind: ClassVar[str] = "huber"
-    forms: ClassVar[tuple[Form, ...]] = (Form((), ()), Form(("D",), ("D",)))
+    forms: ClassVar[tuple[Form, ...]] = (_form((), ()), _form(("D",), ("D",)))
 
     def __post_init__(self) -> None:
         """Check the number and the transform."""
@@ -339,7 +374,7 @@ class BinaryCrossEntropy(Head):
     """
 
     kind: ClassVar[str] = "binary_cross_entropy"
-    forms: ClassVar[tuple[Form, ...]] = (Form((), ()),)
+    forms: ClassVar[tuple[Form, ...]] = (_form((), ()),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,7 +399,7 @@ class NegativeCosine(Head):
     eps: float = 1e-8
 
     kind: ClassVar[str] = "negative_cosine"
-    forms: ClassVar[tuple[Form, ...]] = (Form(("D",), ("D",)),)
+    forms: ClassVar[tuple[Form, ...]] = (_form(("D",), ("D",)),)
 
     def __post_init__(self) -> None:
         """Check the number."""
@@ -383,6 +418,9 @@ class QuantileHuber(Head):
     ``l = sum_i mean_j |tau_i - 1[u < 0]| huber(u) / kappa`` with ``u = t_j - x_i``, ``tau_i = (2 i + 1) / (2 N)`` from
     ``i = 0`` on, and ``huber(u) = u^2 / 2`` where ``|u| <= kappa``, else ``kappa (|u| - kappa / 2)`` (Dabney et al.
     2018; TQC, Kuznetsov et al. 2020). No `[B, N, M]` tensor of pairs is made.
+
+    A target may also be a mapping of ``{"samples": ..., "fractions": ...}``, `[B, M]` and `[B, N]`: tau_i is then the
+    fraction i, in 0..1, as it was sampled or predicted (IQN, Dabney et al. 2018; FQF, Yang et al. 2019).
 
     Args:
         kappa: the magnitude of u from which on the loss of a pair is linear; finite, at least 0. For 0, ``|u|``
@@ -403,7 +441,10 @@ class QuantileHuber(Head):
     sum_over_quantiles: bool = True
 
     kind: ClassVar[str] = "quantile_huber"
-    forms: ClassVar[tuple[Form, ...]] = (Form(("N",), ("M",)),)
+    forms: ClassVar[tuple[Form, ...]] = (
+        _form(("N",), ("M",)),
+        Form((Field("", ("N",)),), (Field("samples", ("M",)), Field("fractions", ("N",)))),
+    )
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -445,7 +486,7 @@ class CategoricalKL(Head):
     prediction: Literal["q", "p"] = "q"
 
     kind: ClassVar[str] = "categorical_kl"
-    forms: ClassVar[tuple[Form, ...]] = (Form(("G", "C"), ("G", "C")),)
+    forms: ClassVar[tuple[Form, ...]] = (_form(("G", "C"), ("G", "C")),)
     has_largest_logit: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -474,16 +515,17 @@ class PerStepLoss(Head):
     """
 
     kind: ClassVar[str] = "per_step_loss"
-    forms: ClassVar[tuple[Form, ...]] = (Form((), None),)
+    forms: ClassVar[tuple[Form, ...]] = (_form((), None),)
 
 
 def record_of(heads: Iterable[Head]) -> tuple[list[str], list[float]]:
     """Heads as the kernels read them: a list of names, and a list with the number of each name.
 
-    Each head adds its kind, with the number 0, and then its `numbers()`.
+    Each head adds its kind, with the number 0, its `numbers()`, and the size of each of its `choices`.
     """
     record: list[tuple[str, float]] = []
     for head in heads:
         record.append((head.kind, 0.0))
         record.extend(head.numbers().items())
+        record.extend(("choice", size) for size in getattr(head, "choices", None) or ())
     return [name for name, _ in record], [float(number) for _, number in record]

@@ -42,13 +42,14 @@ def inputs(width: int, dtype: torch.dtype) -> tuple[dict[str, gs.Head], Rows, Ro
     heads, sizes = heads_of(width), {"A": width, "D": width, "N": width, "M": 5, "G": 2, "C": (width + 1) // 2}
     predictions, targets = {}, {}
     for name, head in heads.items():
-        form = head.forms[0] if name == "distance" else max(head.forms, key=lambda form: len(form.prediction))
-        shape = (width,) if hasattr(head, "support") else tuple(sizes[letter] for letter in form.prediction)
+        form = head.forms[0] if name == "distance" else max(head.forms, key=lambda form: len(form.predictions[0].shape))
+        shape = (width,) if hasattr(head, "support") else tuple(sizes[letter] for letter in form.predictions[0].shape)
         predictions[name] = torch.randn(ROWS, *shape, generator=generator).mul(3).to(dtype)
         if "classes" in name:
             targets[name] = torch.randint(width, (ROWS,), generator=generator)
-        elif form.target is not None:
-            target = torch.rand(ROWS, *(sizes[letter] for letter in form.target if letter != "S"), generator=generator)
+        elif form.targets:
+            shape = [sizes[letter] for letter in form.targets[0].shape if letter != "S"]
+            target = torch.rand(ROWS, *shape, generator=generator)
             scale = 12 if hasattr(head, "support") else 1
             targets[name] = (target * scale).to(torch.float64 if dtype == torch.float64 else torch.float32)
     return heads, predictions, targets

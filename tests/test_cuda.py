@@ -213,7 +213,7 @@ def inputs_of(heads, width, batch, steps=1, seed=0):
 
     predictions, targets = {}, {}
     for name, head in heads.items():
-        vector = bool(head.forms[-1].prediction)
+        vector = bool(head.forms[-1].predictions[0].shape)
         shape = (head.support.num_bins,) if hasattr(head, "support") else (width,) if vector else ()
         if isinstance(head, gs.CategoricalKL):
             shape = (3, width)

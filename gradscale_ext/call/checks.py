@@ -22,6 +22,10 @@ _AS_MAPPING = {
 }
 
 
+#: Types of predictions and targets that are passed on unchanged.
+_ENTRIES = (list, tuple, dict, torch.Tensor, torch.nn.Parameter)
+
+
 def is_mapping(value: object) -> bool:
     """Return True if a value has items. A TensorDict is a Mapping; a tensorclass only has the methods of one."""
     return isinstance(value, dict) or (hasattr(value, "items") and not _remedies.is_proxy(value))
@@ -49,6 +53,14 @@ def as_dict(argument: str, given: Any) -> dict[str, Any]:
             + (_remedies.remedy_for_type(given) if _remedies.is_proxy(given) else f"; {instead}")
         )
     return dict(given.items())
+
+
+def as_dicts(argument: str, given: Any) -> dict[str, Any]:
+    """The same for a mapping of head names whose values may be mappings of fields."""
+    by_head = as_dict(argument, given)
+    if all([type(entries) in _ENTRIES for entries in by_head.values()]):
+        return by_head
+    return {name: dict(entries.items()) if is_mapping(entries) else entries for name, entries in by_head.items()}
 
 
 def rename(error: Exception, function: str, caller: str) -> None:

@@ -9,6 +9,8 @@ import torch
 
 #: One tensor per step, or one tensor with a dimension of steps.
 Entries = torch.Tensor | Sequence[torch.Tensor]
+#: The same, or a mapping of field names to the tensors of each field.
+FieldEntries = Entries | Mapping[str, Entries]
 StepNumbers = torch.Tensor | Sequence[float] | None
 StepWeights = StepNumbers | Mapping[str, StepNumbers]
 StepGradientScale = StepNumbers | Literal["unroll"] | Mapping[str, StepNumbers | Literal["unroll"]]
@@ -33,6 +35,7 @@ class Options(NamedTuple):
     reduction: Reduction = "mean"
     nonfinite: Nonfinite = "propagate"
     batch_first: bool = True
+    steps: bool = True
 
 
 #: Options that may be mappings of head names: the first fields of `Options`.
@@ -42,6 +45,11 @@ BY_HEAD = ("step_weights", "step_gradient_scale", "importance_weights", "mask", 
 def unroll_scale(steps: int) -> tuple[float, ...]:
     """The numbers of ``step_gradient_scale="unroll"``: 1 for the root and 1/K after."""
     return (1.0,) + (1.0 / max(steps - 1, 1),) * (steps - 1)
+
+
+def as_given(tensor: torch.Tensor, options: Options) -> torch.Tensor:
+    """Turn a tensor from `[B, T]` to the caller's form."""
+    return maybe_transposed(tensor, options.batch_first) if options.steps else tensor.squeeze(1)
 
 
 def maybe_transposed(tensor: torch.Tensor, batch_first: bool) -> torch.Tensor:

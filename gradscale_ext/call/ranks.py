@@ -74,7 +74,6 @@ def _largest(call: Call, weights: torch.Tensor, heads: Iterable[str]) -> torch.T
 
 def _num_entries(call: Call) -> torch.Tensor:
     """`[heads]`: the number of entries of this rank's batch, or batches, that the reduction divides by."""
-    device = next(iter(call.predictions.values()))[0].device
     counts: list[Any] = []
     for name, head in call.heads.items():
         if name in call.weights.num_entries:
@@ -85,7 +84,8 @@ def _num_entries(call: Call) -> torch.Tensor:
             counts.append(call.weights.masks[name][:, head.first_step :].sum())
         else:
             counts.append(call.batch * (call.steps - head.first_step))
-    return torch.stack([torch.as_tensor(count, dtype=_context.widest(device), device=device) for count in counts])
+    dtype = _context.widest(call.device)
+    return torch.stack([torch.as_tensor(count, dtype=dtype, device=call.device) for count in counts])
 
 
 def _all_reduced(sent: dict[str, tuple[torch.Tensor, str]], group: str) -> dict[str, torch.Tensor]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +10,10 @@ import torch
 
 from .. import _context, _numbers, _remedies
 from .._distributed import mapped
-from ..heads import Form, Head
-from .checks import as_dict, check_choice, check_device, check_dtype, check_kind, written
-from .options import NONFINITES, REDUCTIONS, Entries, Options
+from ..heads import Field, Form, Head
+from .checks import as_dict, check_choice, check_device, check_dtype, written
+from .entries import RAW_SCALARS, Fields, Slot, as_fields, by_step, read_fields, steps_of
+from .options import NONFINITES, REDUCTIONS, FieldEntries, Options
 from .weights import Rules, Weights
 
 
@@ -22,10 +22,12 @@ class Call:
     """The arguments of one call, checked and brought into one form."""
 
     heads: Mapping[str, Head]
-    predictions: dict[str, list[torch.Tensor]]
-    """One tensor `[B, ...]` per step, by head."""
-    targets: dict[str, list[torch.Tensor | None]]
-    """One tensor per step, by head; None for a head without a target."""
+    forms: Mapping[str, Form]
+    """By head, the form of its predictions; of several that differ in their targets, the first."""
+    predictions: dict[str, list[Fields]]
+    """One dict of tensors `[B, ...]` per step, by head."""
+    targets: dict[str, list[Fields]]
+    """The same; the dicts of a head without a target are empty."""
     weights: Weights
     """Weights and masks, `[B, ...]`."""
     options: Options
@@ -34,12 +36,14 @@ class Call:
     steps: int
     dtype: torch.dtype
     """Type of the loss: float32, or float64 when a prediction is float64."""
+    device: torch.device
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All tensors."""
         for by_head in (self.predictions, self.targets):
             for entries in by_head.values():
-                yield from (entry for entry in entries if entry is not None)
+                for fields in entries:
+                    yield from fields.values()
         for weights in vars(self.weights).values():
             yield from weights.values()
 
@@ -47,71 +51,153 @@ class Call:
         """Names of the heads of which a prediction gets a gradient."""
         if not torch.is_grad_enabled():
             return []
-        return [name for name, entries in self.predictions.items() if any(entry.requires_grad for entry in entries)]
+        return [
+            name
+            for name, entries in self.predictions.items()
+            if any([tensor.requires_grad for fields in entries for tensor in fields.values()])
+        ]
+
+    def has_distribution(self, name: str) -> bool:
+        """Return False if predictions of a head are single numbers, such as log-probabilities."""
+        return bool(self.forms[name].predictions[0].shape)
+
+    def shared(self, name: str) -> list[str]:
+        """The fields of a head's prediction that are one tensor for all samples and steps."""
+        return [field.name for field in self.forms[name].predictions if field.shared]
 
 
 def validate(
-    heads: Mapping[str, Head], predictions: Mapping[str, Entries], targets: Mapping[str, Entries], options: Options
+    heads: Mapping[str, Head],
+    predictions: Mapping[str, FieldEntries],
+    targets: Mapping[str, FieldEntries],
+    options: Options,
 ) -> Call:
     """Check the arguments, and return them in one form."""
     check_heads(heads)
     check_choice("reduction", options.reduction, REDUCTIONS)
     check_choice("nonfinite", options.nonfinite, NONFINITES)
-    batch_first = options.batch_first
-    _numbers.check_flag("multi_step_loss: batch_first", batch_first)
+    _numbers.check_flag("multi_step_loss: batch_first", options.batch_first)
+    _numbers.check_flag("multi_step_loss: steps", options.steps)
+    if not options.steps:
+        _check_without_steps(heads, options)
     predictions, targets = as_dict("predictions", predictions), as_dict("targets", targets)
     _check_names("predictions", predictions, heads, heads)
     _check_names("targets", targets, heads, [name for name, head in heads.items() if head.has_target])
-    if _context.is_eager():
-        predicted, wanted, steps = _by_step_or_other_order(heads, predictions, targets, batch_first)
+    if _context.is_eager() and options.steps:
+        predicted, wanted, forms, batch, steps = _read_or_other_order(heads, predictions, targets, options)
     else:
-        predicted, wanted, steps = _by_step(heads, predictions, targets, batch_first)
+        predicted, wanted, forms, batch, steps = _read(heads, predictions, targets, options)
     first = next(iter(predicted.values()))[0]
-    batch = first.shape[0]
-    is_double = any(tensor.dtype == torch.float64 for tensors in predicted.values() for tensor in tensors)
+    device = next(iter(first.values())).device
+    is_double = any(
+        [tensor.dtype == torch.float64 for entries in predicted.values() for x in entries for tensor in x.values()]
+    )
     dtype = torch.float64 if is_double else torch.float32
-    weights = Rules(heads, batch, steps, batch_first, first.device, dtype).check(options)
+    weights = Rules(heads, batch, steps, options.batch_first, device, dtype, options.steps).check(options)
     predicted, wanted, weights = all_saveable((predicted, wanted, weights))
-    return Call(heads, predicted, wanted, weights, options, batch, steps, dtype)
+    return Call(heads, forms, predicted, wanted, weights, options, batch, steps, dtype, device)
 
 
-_ByStep = tuple[dict[str, list[torch.Tensor]], dict[str, list[torch.Tensor | None]], int]
-
-
-def _by_step(
-    heads: Mapping[str, Head], predictions: Mapping[str, Entries], targets: Mapping[str, Entries], batch_first: bool
-) -> _ByStep:
-    """Predictions and targets by head, one tensor `[B, ...]` per step, and T."""
-    predicted = {
-        name: _entries("prediction", name, head, predictions[name], batch_first) for name, head in heads.items()
-    }
-    wanted = {
-        name: _targets(name, head, targets.get(name), len(predicted[name]), batch_first) for name, head in heads.items()
-    }
-    first = next(iter(predicted.values()))[0]
-    if first.dim() == 0:
-        raise ValueError(f"multi_step_loss: {_at(next(iter(heads)), 0, 'prediction')} has no batch dimension")
-    steps = _count_steps(heads, predicted, wanted, first.shape[0], batch_first)
+def _check_without_steps(heads: Mapping[str, Head], options: Options) -> None:
+    """Refuse what needs steps."""
+    for argument in ("step_weights", "step_gradient_scale"):
+        if getattr(options, argument) is not None:
+            raise ValueError(f"multi_step_loss: {argument} needs steps, but steps=False; leave out {argument}")
     for name, head in heads.items():
-        _check_head(name, head, predicted[name], wanted[name], first.shape[0], first.device)
-    return predicted, wanted, steps
+        if head.first_step > 0:
+            raise ValueError(
+                f"multi_step_loss: head '{name}' must have first_step=0 with steps=False, but it has {head.first_step}"
+            )
 
 
-def _by_step_or_other_order(
-    heads: Mapping[str, Head], predictions: Mapping[str, Entries], targets: Mapping[str, Entries], batch_first: bool
+#: By field, its slot and its tensors: one per step, or one in all if the field is shared.
+_Read = dict[str, tuple[Slot, list[torch.Tensor]]]
+_ByStep = tuple[dict[str, list[Fields]], dict[str, list[Fields]], dict[str, Form], int, int]
+
+
+def _read(
+    heads: Mapping[str, Head],
+    predictions: Mapping[str, FieldEntries],
+    targets: Mapping[str, FieldEntries],
+    options: Options,
+) -> _ByStep:
+    """Predictions and targets by head, one dict of tensors `[B, ...]` per step; the forms of the heads, B and T."""
+    predicted: dict[str, _Read] = {}
+    wanted: dict[str, _Read] = {}
+    forms: dict[str, list[Form]] = {}
+    for name, head in heads.items():
+        predicted[name], forms[name] = read_fields(name, head, "prediction", predictions[name], head.forms, options)
+    for name, head in heads.items():
+        wanted[name] = {}
+        if head.has_target:
+            wanted[name], forms[name] = read_fields(name, head, "target", targets.get(name), forms[name], options)
+        elif targets.get(name) is not None:
+            raise ValueError(
+                f"multi_step_loss: {type(head).__name__} has no target, but targets has an entry for head '{name}'; "
+                "leave it out"
+            )
+    slot, tensors = next(iter(next(iter(predicted.values())).values()))
+    if tensors[0].dim() == 0:
+        raise ValueError(f"multi_step_loss: {slot.at(0)} has no batch dimension")
+    batch, device = tensors[0].shape[0], tensors[0].device
+    steps = _count_steps(heads, predicted, wanted, batch, options)
+    for name, head in heads.items():
+        sizes = _check_predictions(predicted[name], batch, device)
+        _check_targets(wanted[name], sizes, batch, device)
+        _check_neutral(name, head, forms[name][0])
+
+    def stepped(read: _Read, head: Head) -> list[Fields]:
+        shared = [field for field, (slot, _) in read.items() if slot.field.shared]
+        fields = {field: tensors[0] if field in shared else tensors for field, (_, tensors) in read.items()}
+        return by_step(fields, shared, options, batch, steps - head.first_step)
+
+    return (
+        {name: stepped(predicted[name], head) for name, head in heads.items()},
+        {name: stepped(wanted[name], head) for name, head in heads.items()},
+        {name: fitting[0] for name, fitting in forms.items()},
+        batch,
+        steps,
+    )
+
+
+def _check_neutral(name: str, head: Head, form: Form) -> None:
+    """Refuse an argument of a head that has no meaning for the form of its tensors."""
+    for argument in form.without:
+        neutral = getattr(type(head), argument)
+        if getattr(head, argument) != neutral:
+            predictions = " and ".join(written(("B", *field.shape)) for field in form.predictions)
+            fields = " and ".join(f"'{field.name}'" for field in form.targets)
+            raise ValueError(
+                f"multi_step_loss: head '{name}' must have {argument}={neutral} for predictions {predictions} with "
+                f"targets {fields}, but it is {_numbers.written(getattr(head, argument))}"
+                + (
+                    "; logits without a dimension of steps need steps=False"
+                    if form.predictions[0].shape == ()
+                    else f"; write {argument}={neutral}"
+                )
+            )
+
+
+def _read_or_other_order(
+    heads: Mapping[str, Head],
+    predictions: Mapping[str, FieldEntries],
+    targets: Mapping[str, FieldEntries],
+    options: Options,
 ) -> _ByStep:
     """The same. If all tensors fit the other order of dimensions, the error says so."""
     try:
-        return _by_step(heads, predictions, targets, batch_first)
+        return _read(heads, predictions, targets, options)
     except ValueError as error:
+        batch_first = options.batch_first
         try:
-            _by_step(heads, predictions, targets, not batch_first)
+            _read(heads, predictions, targets, options._replace(batch_first=not batch_first))
         except (TypeError, ValueError):
             raise error from None
         given, other = ("[B, T]", "[T, B]") if batch_first else ("[T, B]", "[B, T]")
         remedy = f"write batch_first={not batch_first}"
         for what, by_head in (("prediction", predictions), ("target", targets)):
-            if not all(isinstance(entries, torch.Tensor) for entries in by_head.values()):
+            fields = [field for entries in by_head.values() for field in as_fields(entries).values()]
+            if not all(isinstance(field, torch.Tensor) for field in fields):
                 stacked = f"torch.stack({what}{'' if batch_first else ', 1'})"
                 remedy += f" if lists have an entry for each step, or {stacked} for a list by sample"
                 break
@@ -129,35 +215,36 @@ def all_saveable(tensors: Any) -> Any:
 
 def _count_steps(
     heads: Mapping[str, Head],
-    predicted: Mapping[str, list[torch.Tensor]],
-    wanted: Mapping[str, list[torch.Tensor | None]],
+    predicted: Mapping[str, _Read],
+    wanted: Mapping[str, _Read],
     batch: int,
-    batch_first: bool,
+    options: Options,
 ) -> int:
     """T, which all heads must agree on."""
+    counts = {name: len(next(iter(read.values()))[1]) for name, read in predicted.items()}
     steps, longest = 0, ""
     for name, head in heads.items():
-        if head.first_step + len(predicted[name]) > steps:
-            steps, longest = head.first_step + len(predicted[name]), name
-    surplus = {len(wanted[name]) - len(predicted[name]) for name, head in heads.items() if head.has_target}
+        if head.first_step + counts[name] > steps:
+            steps, longest = head.first_step + counts[name], name
+    surplus = {len(tensors) - counts[name] for name, read in wanted.items() for _, tensors in read.values()}
     for name, head in heads.items():
         count = steps - head.first_step
-        for what, entries in (("prediction", predicted[name]), ("target", wanted[name])):
-            if len(entries) != count:
+        for slot, tensors in (*predicted[name].values(), *wanted[name].values()):
+            if len(tensors) != count and not slot.field.shared:
                 raise ValueError(
-                    f"multi_step_loss: the {what} of head '{name}' must have {count} entries "
+                    f"multi_step_loss: {slot.words} must have {count} entries "
                     f"(first_step = {head.first_step}; T = {steps} steps, those of head '{longest}' with first_step = "
-                    f"{heads[longest].first_step} and {len(predicted[longest])} predictions), but it has {len(entries)}"
+                    f"{heads[longest].first_step} and {counts[longest]} predictions), but it has {len(tensors)}"
                     + _remedies.remedy_for_count(
-                        what,
-                        entries,
+                        slot.code if slot.field.name else slot.what,
+                        tensors,
                         count,
                         batch,
                         head.first_step,
                         longest,
                         heads[longest].first_step,
                         surplus.pop() if len(surplus) == 1 else None,
-                        batch_first,
+                        options.batch_first,
                     )
                 )
     return steps
@@ -184,16 +271,9 @@ def _remedy_for_class(head: object) -> str:
     return f"; write {head.__name__}(...)" if isinstance(head, type) and issubclass(head, Head) else ""
 
 
-def _steps(head: Head, count: int) -> range:
-    """The steps of a head's entries. A range makes `first_step` a constant under torch.compile(dynamic=True)."""
-    return range(head.first_step, head.first_step + count)
-
-
-def _at(head: str, step: int, what: str) -> str:
-    return f"the {what} of head '{head}' at step {step}"
-
-
-def _check_names(argument: str, given: Mapping[str, Entries], heads: Mapping[str, Head], needed: Iterable[str]) -> None:
+def _check_names(
+    argument: str, given: Mapping[str, FieldEntries], heads: Mapping[str, Head], needed: Iterable[str]
+) -> None:
     missing = [name for name in needed if name not in given]
     unknown = [name for name in given if name not in heads]
     if missing or unknown:
@@ -205,160 +285,110 @@ def _check_names(argument: str, given: Mapping[str, Entries], heads: Mapping[str
         raise ValueError(f"multi_step_loss: {argument} {' and '.join(problems)}; the heads are {', '.join(heads)}")
 
 
-def _entries(what: str, name: str, head: Head, entries: Entries, batch_first: bool) -> list[torch.Tensor]:
-    """One tensor per step."""
-    if isinstance(entries, torch.Tensor):
-        check_kind(f"the stacked {what} of head '{name}'", entries)
-        _check_stacked(what, name, head, entries, batch_first)
-        entries = list(entries.unbind(1 if batch_first else 0))
-    elif not isinstance(entries, list | tuple):
-        raise TypeError(
-            f"multi_step_loss: the {what} of head '{name}' must be a tensor or a list of one tensor per step, "
-            f"but it is of type {type(entries).__name__}{_remedies.remedy_for_type(entries)}"
-        )
-    for step, entry in zip(_steps(head, len(entries)), entries, strict=True):
-        where = _at(name, step, what)
-        if not isinstance(entry, torch.Tensor):
-            raise TypeError(
-                f"multi_step_loss: {where} must be a tensor, but it is of type {type(entry).__name__}"
-                f"{_remedies.remedy_for_type(entry)}"
-            )
-        check_kind(where, entry)
-    if not entries:
-        raise ValueError(f"multi_step_loss: the {what} of head '{name}' has no entries")
-    return list(entries)
+def _check_predictions(read: _Read, batch: int, device: torch.device) -> dict[str, int]:
+    """Check the predictions of a head, and return the sizes of the letters in their shapes."""
+    sizes: dict[str, int] = {}
+    for slot, tensors in read.values():
+        before: torch.Tensor | None = None
+        for step, prediction in zip(steps_of(slot.head, len(tensors)), tensors, strict=True):
+            if before is None or not _is_like(prediction, before):
+                _check_prediction(slot, step, prediction, tensors[0], sizes, batch, device)
+            before = prediction
+        field = next(field for field in slot.fields if len(field.shape) + (not field.shared) == tensors[0].dim())
+        sizes.update(zip(field.shape, tensors[0].shape[not field.shared :], strict=True))
+    return sizes
 
 
-#: Remedy for distributions as targets of a head with a support.
-_RAW_SCALARS = "; pass raw scalars: the head encodes them"
-
-
-def _check_stacked(what: str, name: str, head: Head, entries: torch.Tensor, batch_first: bool) -> None:
-    """Refuse a tensor without a dimension of steps, as its last dimension would be treated as one."""
-    letters = [form.prediction if what == "prediction" else form.target or () for form in head.forms]
-    known = [tuple(_shape(head, form_letters, 0)[1:]) for form_letters in dict.fromkeys(letters)]
-    if all(entries.dim() != 2 + len(shape) for shape in known):
-        leading = ("B", "T") if batch_first else ("T", "B")
-        forms = [(*leading, *shape) for shape in known]
-        instead = _remedies.remedy_for_shape(what, entries.shape, forms)
-        if what == "target" and head.decodes and entries.dim() == 3:
-            instead = instead or _RAW_SCALARS
-        if any(entries.dim() == 1 + len(shape) for shape in known):
-            instead += f"; a single step is a list: [{what}]"
-        raise ValueError(
-            f"multi_step_loss: the stacked {what} of head '{name}' must have shape {' or '.join(map(written, forms))} "
-            f"for {type(head).__name__}, but it has {written(entries.shape)}{instead}"
-        )
-
-
-def _targets(
-    name: str, head: Head, entries: Entries | None, steps: int, batch_first: bool
-) -> list[torch.Tensor | None]:
-    if head.has_target:
-        return list(_entries("target", name, head, entries, batch_first))  # type: ignore[arg-type]
-    if entries is not None:
-        raise ValueError(
-            f"multi_step_loss: {type(head).__name__} has no target, but targets has an entry for head '{name}'; "
-            "leave it out"
-        )
-    return [None] * steps
-
-
-def _shape(
-    head: Head, letters: Sequence[str], batch: int, known: Mapping[str, int] = types.MappingProxyType({})
-) -> tuple[int | str, ...]:
-    """`[B, ...]` with the sizes of the letters that are known: the bins of a support, the sizes of the prediction."""
-    if "S" in letters:
-        known = {**known, "S": head.support.num_bins}  # type: ignore[attr-defined]
-    return (batch, *(known.get(letter, letter) for letter in letters))
-
-
-def _check_head(
-    name: str,
-    head: Head,
-    predictions: list[torch.Tensor],
-    targets: list[torch.Tensor | None],
+def _check_prediction(
+    slot: Slot,
+    step: int,
+    prediction: torch.Tensor,
+    first: torch.Tensor,
+    sizes: Mapping[str, int],
     batch: int,
     device: torch.device,
 ) -> None:
-    before: tuple[torch.Tensor, torch.Tensor | None] | None = None
-    for step, prediction, target in zip(_steps(head, len(predictions)), predictions, targets, strict=True):
-        if before and _is_like(prediction, before[0]) and (target is before[1] or _is_like(target, before[1])):
-            continue
-        before = prediction, target
-        where = _at(name, step, "prediction")
-        check_dtype(where, prediction, "")
-        check_device(where, prediction, device)
-        patterns = [_shape(head, letters, batch) for letters in dict.fromkeys(form.prediction for form in head.forms)]
-        if not any(_remedies.fits(prediction.shape, pattern) for pattern in patterns) or (
-            prediction.dim() != predictions[0].dim() or prediction.shape[1:] != predictions[0].shape[1:]
-        ):
-            same = ""
-            if step > head.first_step and any(isinstance(size, str) for pattern in patterns for size in pattern):
-                same = f" (the same at every step, and step {head.first_step} has {written(predictions[0].shape)})"
-            if all(len(pattern) != prediction.dim() for pattern in patterns):
-                patterns = [("B", *pattern[1:]) for pattern in patterns]  # B may have been read from this tensor
-            raise ValueError(
-                f"multi_step_loss: {where} must have shape {' or '.join(map(written, patterns))}{same} for "
-                f"{type(head).__name__}, but it has {written(prediction.shape)}"
-                + (
-                    _remedies.remedy_for_shape("prediction", prediction.shape, patterns)
-                    or _remedy_for_bins(head, prediction, batch)
-                )
-            )
-        if target is not None:
-            possible = [form for form in head.forms if len(form.prediction) == prediction.dim() - 1]
-            _check_target(_at(name, step, "target"), head, possible, prediction, target, device)
+    where, head = slot.at(step), slot.head
+    check_dtype(where, prediction, "")
+    check_device(where, prediction, device)
+    patterns = slot.shapes(batch, sizes)
+    if any(_remedies.fits(prediction.shape, pattern) for pattern in patterns) and (
+        prediction.dim() == first.dim() and prediction.shape[1:] == first.shape[1:]
+    ):
+        return
+    same = ""
+    if step > head.first_step and any(isinstance(size, str) for pattern in patterns for size in pattern):
+        same = f" (the same at every step, and step {head.first_step} has {written(first.shape)})"
+    if all(len(pattern) != prediction.dim() for pattern in patterns) and not slot.field.shared:
+        patterns = [("B", *pattern[1:]) for pattern in patterns]  # B may have been read from this tensor
+    raise ValueError(
+        f"multi_step_loss: {where} must have shape {' or '.join(map(written, patterns))}{same} for "
+        f"{type(head).__name__}, but it has {written(prediction.shape)}"
+        + (
+            _remedies.remedy_for_shape(slot.code, prediction.shape, patterns)
+            or _remedy_for_bins(head, prediction, batch)
+        )
+    )
 
 
 def _remedy_for_bins(head: Head, prediction: torch.Tensor, batch: int) -> str:
     """Remedy for logits of another number of bins than the support has."""
     if not head.decodes or prediction.dim() != 2 or prediction.shape[0] != batch:
         return ""
-    return _remedies.remedy_for_bins(head.support.num_bins, prediction.shape[1])  # type: ignore[attr-defined]
+    return _remedies.remedy_for_bins(head.sizes["S"], prediction.shape[1])
 
 
-def _is_like(tensor: torch.Tensor | None, checked: torch.Tensor | None) -> bool:
+def _is_like(tensor: torch.Tensor, checked: torch.Tensor) -> bool:
     """Return True if the checks of a tensor that has passed them hold for this one too."""
     return (
-        tensor is not None
-        and checked is not None
-        and tensor.shape == checked.shape
+        tensor.shape == checked.shape
         and tensor.dtype == checked.dtype
         and tensor.device == checked.device
         and tensor.requires_grad == checked.requires_grad
     )
 
 
+def _check_targets(read: _Read, sizes: Mapping[str, int], batch: int, device: torch.device) -> None:
+    """Check the targets of a head, step by step, because letters that only they have may differ by step."""
+    before: list[torch.Tensor] = []
+    for i in range(max([len(tensors) for _, tensors in read.values()], default=0)):
+        entry = [tensors[i] for _, tensors in read.values()]
+        if before and all([_is_like(target, old) for target, old in zip(entry, before, strict=True)]):
+            continue
+        before = entry
+        known = dict(sizes)
+        for (slot, _), target in zip(read.values(), entry, strict=True):
+            field = _check_target(slot, slot.head.first_step + i, target, known, batch, device)
+            known.update(zip(field.shape, target.shape[1:], strict=True))
+
+
 def _check_target(
-    where: str, head: Head, forms: list[Form], prediction: torch.Tensor, target: torch.Tensor, device: torch.device
-) -> None:
-    takes_classes = any(form.classes for form in forms)
-    is_class = takes_classes and not target.is_floating_point()
+    slot: Slot, step: int, target: torch.Tensor, sizes: Mapping[str, int], batch: int, device: torch.device
+) -> Field:
+    """Check a target, and return the field that it is."""
+    where, head = slot.at(step), slot.head
+    takes_classes = any(field.classes for field in slot.fields)
+    takes_others = not all(field.classes for field in slot.fields)
+    is_class = takes_classes and not (takes_others and target.is_floating_point())
     if is_class and target.dtype != torch.int64:
+        wanted = "probabilities or torch.int64 classes" if takes_others else "torch.int64"
+        remedy = "; write .long() for classes, or visits / visits.sum(-1, keepdim=True) for visit counts"
         raise TypeError(
-            f"multi_step_loss: {where} must be probabilities or torch.int64 classes, but it is {target.dtype}; write "
-            ".long() for classes, or visits / visits.sum(-1, keepdim=True) for visit counts"
+            f"multi_step_loss: {where} must be {wanted}, but it is {target.dtype}"
+            f"{remedy if takes_others else f'; write {slot.code}.long()'}"
         )
     if not is_class:
         check_dtype(where, target, " or, for classes, torch.int64" if takes_classes else "")
     check_device(where, target, device)
-    shapes = [
-        _shape(
-            head,
-            form.target or (),
-            prediction.shape[0],
-            dict(zip(form.prediction, prediction.shape[1:], strict=True)),
-        )
-        for form in forms
-        if form.classes == is_class
-    ]
+    slot = slot._replace(fields=tuple(field for field in slot.fields if field.classes == is_class))
+    shapes = slot.shapes(batch, sizes)
+    fitting = [field for field in slot.fields if len(field.shape) == target.dim() - 1]
     if not any(_remedies.fits(target.shape, shape) for shape in shapes):
-        kind = " with torch.int64 classes (probabilities are floating)" if is_class else ""
-        instead = _remedies.remedy_for_shape("target", target.shape, shapes)
-        if head.decodes and target.shape == prediction.shape:
-            instead = _RAW_SCALARS
-        if takes_classes and not instead and target.shape == prediction.shape[: target.dim()]:
+        kind = " with torch.int64 classes (probabilities are floating)" if is_class and takes_others else ""
+        instead = _remedies.remedy_for_shape(slot.code, target.shape, shapes)
+        if head.decodes and target.shape == (batch, *head.sizes.values()):
+            instead = RAW_SCALARS
+        if takes_classes and takes_others and not instead and target.shape == (batch, sizes["A"])[: target.dim()]:
             instead = (
                 "; write visits / visits.sum(-1, keepdim=True) for visit counts" if is_class else "; write .long()"
             )
@@ -366,5 +396,7 @@ def _check_target(
             f"multi_step_loss: {where} must have shape {' or '.join(map(written, shapes))} for "
             f"{type(head).__name__}{kind}, but it has {written(target.shape)}{instead}"
         )
-    if why := _context.why_not_constant(target):
+    why = _context.why_not_constant(target, slot.field.name or "it")
+    if why and (not slot.field.name or torch.is_grad_enabled() or not target.requires_grad):
         raise ValueError(f"multi_step_loss: {where} {why[0]}, but targets get no gradient; {why[1]}")
+    return fitting[0]

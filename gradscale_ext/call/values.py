@@ -12,9 +12,11 @@ import torch
 
 from .. import _context, _remedies
 from ..heads import BinaryCrossEntropy, CategoricalKL, Head, HLGauss, SoftCrossEntropy, TwoHot
+from ..policy_heads import ClippedSquaredError, PolicyHead
 from ..transforms import transform
 from .checks import is_mapping
-from .options import Entries, Options
+from .entries import Fields
+from .options import FieldEntries, Options
 from .validate import Call, validate
 
 if TYPE_CHECKING:
@@ -22,7 +24,10 @@ if TYPE_CHECKING:
 
 
 def check_values(
-    heads: Mapping[str, Head], predictions: Mapping[str, Entries], targets: Mapping[str, Entries], options: Options
+    heads: Mapping[str, Head],
+    predictions: Mapping[str, FieldEntries],
+    targets: Mapping[str, FieldEntries],
+    options: Options,
 ) -> None:
     """Raise ValueError for the first value that cannot be intended."""
     _context.require_values("multi_step_loss", "the loss")
@@ -32,19 +37,24 @@ def check_values(
             entries = zip(call.predictions[name], call.targets[name], strict=True)
             for step, (prediction, target) in enumerate(entries, start=head.first_step):
                 unmasked = call.weights.masks[name][:, step] if name in call.weights.masks else None
-                _check_prediction(_Entry("prediction", name, step, unmasked, prediction.detach()), head)
-                if target is not None:
-                    _check_target(_Entry("target", name, step, unmasked, target), head, prediction.detach())
+                prediction = {field: x.detach() for field, x in prediction.items()}
+                at = "" if not options.steps else f" at step {step}"
+                for field, x in prediction.items():
+                    entry = _Entry(_words("prediction", field, name) + at, unmasked, x)
+                    _check_prediction(entry, head, head.has_largest_logit and call.has_distribution(name))
+                for field, t in target.items():
+                    entry = _Entry(_words("target", field, name) + at, unmasked, t)
+                    _check_target(entry, field, head, prediction, target)
             if isinstance(head, TwoHot | HLGauss):
                 _warn_of_scalars_beyond(head.support, name, call)
         _check_weights(call)
 
 
 class _Entry:
-    """A prediction or target at a step, with its mask `[B]`."""
+    """A tensor of a prediction or target at a step, with its mask `[B]`."""
 
-    def __init__(self, what: str, head: str, step: int, unmasked: torch.Tensor | None, values: torch.Tensor) -> None:
-        self.where = f"the {what} of head '{head}' at step {step}"
+    def __init__(self, where: str, unmasked: torch.Tensor | None, values: torch.Tensor) -> None:
+        self.where = where
         self.unmasked = unmasked
         self.values = values
 
@@ -63,6 +73,11 @@ class _Entry:
             )
 
 
+def _words(what: str, field: str, head: str) -> str:
+    owner = f"the {what} of head '{head}'"
+    return f"the field '{field}' in {owner}" if field else owner
+
+
 def _shown(values: torch.Tensor) -> str:
     numbers = [f"{number:.6g}" for number in values.flatten()[:8].tolist()]
     if values.dim() == 0:
@@ -70,15 +85,15 @@ def _shown(values: torch.Tensor) -> str:
     return f"[{', '.join(numbers)}{', ...' if values.numel() > len(numbers) else ''}]"
 
 
-def _check_prediction(entry: _Entry, head: Head) -> None:
+def _check_prediction(entry: _Entry, head: Head, has_logits: bool) -> None:
     x = entry.values
     # Logits of -inf mean illegal actions.
-    has_logits = head.has_largest_logit
     wrong = _invalid_logits(x) if has_logits else ~x.isfinite()
     entry.reject(wrong, "is not finite", "find where it comes from, or mask it")
     if has_logits:
+        choices = x.split(getattr(head, "choices", None) or x.shape[-1], -1)
         entry.reject(
-            (x == -torch.inf).all(-1),
+            functools.reduce(torch.logical_or, [(logits == -torch.inf).all(-1) for logits in choices]),
             "has only logits of -inf, whose softmax is NaN",
             "leave at least one logit finite, or mask the entry",
         )
@@ -98,12 +113,49 @@ def _invalid_logits(x: torch.Tensor) -> torch.Tensor:
     return x.isnan() | (x == torch.inf)
 
 
-def _check_target(entry: _Entry, head: Head, prediction: torch.Tensor) -> None:
+def _check_target(entry: _Entry, field: str, head: Head, prediction: Fields, target: Fields) -> None:
+    if isinstance(head, PolicyHead):
+        _check_policy_field(entry, field, head, prediction)
+        return
+    if isinstance(head, ClippedSquaredError) and field == "values" and head.clip is None:
+        return  # not read
+    _check_values(entry, field, head, prediction[""])
+    if field in ("", "probabilities") and head.has_largest_logit:
+        _check_illegal_logits(entry, head, prediction[""], target.get("classes"))
+
+
+def _check_policy_field(entry: _Entry, field: str, head: PolicyHead, prediction: Fields) -> None:
+    """Check a field of a policy gradient."""
+    t = entry.values
+    if field != "actions" or t.is_floating_point():
+        # A log-probability of -inf is that of an action which the other policy cannot take.
+        wrong = ~t.isfinite() if field in ("actions", "advantages") else _invalid_logits(t)
+        entry.reject(wrong, "is not finite", "find where it comes from, or mask it")
+        if field in ("log_probs", "reference_log_probs") and "" in prediction and prediction[""].dim() > 1:
+            entry.reject(t > 0, "is above 0", "give logarithms of probabilities: log_softmax, not softmax")
+        return
+    logits = prediction[""]
+    sizes = getattr(head, "choices", None) or (logits.shape[-1],)
+    for choice, size, action in zip(logits.split(sizes, -1), sizes, t.reshape(len(t), -1).unbind(-1), strict=True):
+        wrong = (action < 0) | (action >= size)
+        entry.reject(wrong, f"must be actions from 0 to {size - 1}", "mask entries without an action")
+        # Actions of masked entries may be out of range.
+        taken = choice.gather(-1, action.clamp(0, size - 1).unsqueeze(-1)).squeeze(-1)
+        entry.reject(
+            taken == -torch.inf,
+            "is an illegal action: its logit is -inf",
+            "give the logits the mask of legal actions with which the action was chosen",
+        )
+
+
+def _check_values(entry: _Entry, field: str, head: Head, prediction: torch.Tensor) -> None:
     t = entry.values
     if not t.is_floating_point():
         classes = prediction.shape[-1]
         wrong = (t < 0) | (t >= classes)
         entry.reject(wrong, f"must be classes from 0 to {classes - 1}", "mask entries without a class")
+    elif field == "fractions":
+        entry.reject(~((t >= 0) & (t <= 1)), "must be in 0..1", "give the fractions of the quantiles")
     elif head.decodes:  # infinite scalars fall into the end bins
         entry.reject(t.isnan(), "is NaN", "mask entries without a target")
     elif isinstance(head, SoftCrossEntropy):
@@ -114,13 +166,13 @@ def _check_target(entry: _Entry, head: Head, prediction: torch.Tensor) -> None:
         entry.reject(~((t >= 0) & (t <= 1)), "must be in 0..1", "give probabilities, or 0 and 1")
     else:
         entry.reject(~t.isfinite(), "is not finite", "mask entries without a target")
-    if head.has_largest_logit:
-        _check_illegal_logits(entry, head, prediction)
 
 
-def _check_illegal_logits(entry: _Entry, head: Head, prediction: torch.Tensor) -> None:
-    """Reject positive probabilities of the target where the logit is -inf."""
+def _check_illegal_logits(entry: _Entry, head: Head, prediction: torch.Tensor, classes: torch.Tensor | None) -> None:
+    """Reject positive probabilities of the target where the logit is -inf. `classes` are those of the probabilities."""
     t, logits = entry.values, prediction
+    if classes is not None:
+        logits = logits.gather(-1, classes.clamp(0, logits.shape[-1] - 1))
     instead = "give illegal actions the probability 0, or a finite logit"
     if isinstance(head, CategoricalKL):
         if head.unimix > 0:
@@ -162,7 +214,7 @@ def _check_distribution(entry: _Entry) -> None:
 
 def _warn_of_scalars_beyond(support: Support, name: str, call: Call) -> None:
     """Warn if finite targets of a head are beyond its support. Infinite targets are treated as intended."""
-    targets = torch.stack([target for target in call.targets[name] if target is not None], 1)
+    targets = torch.stack([target[""] for target in call.targets[name]], 1)
     transformed = transform(targets.to(_context.widest(targets.device)), support.transform, support.eps)
     counts = transformed.isfinite()
     if name in call.weights.masks:

@@ -46,6 +46,8 @@ class Rules:
     device: torch.device
     dtype: torch.dtype
     """Type of the loss."""
+    has_steps: bool = True
+    """False: a mask has no dimension of steps."""
 
     def check(self, options: Options) -> Weights:
         """Check the options, and return them by head."""
@@ -111,9 +113,15 @@ class Rules:
             raise TypeError(
                 f"multi_step_loss: {label} must be a bool tensor, but it is {mask.dtype}; write mask.bool()"
             )
-        self._check_step_shape(argument, label, mask, or_steps=False)
+        if self.has_steps:
+            self._check_step_shape(argument, label, mask, or_steps=False)
+        elif tuple(mask.shape) != (self.batch,):
+            raise ValueError(
+                f"multi_step_loss: {label} must have shape [B] = [{self.batch}] with steps=False, but it has "
+                f"{written(mask.shape)}{_remedies.remedy_for_shape(argument, mask.shape, [(self.batch,)])}"
+            )
         check_device(label, mask, self.device)
-        return maybe_transposed(mask, self.batch_first)
+        return maybe_transposed(mask, self.batch_first) if self.has_steps else mask.unsqueeze(1)
 
     def _gradient_scale(self, argument: str, label: str, given: Any) -> torch.Tensor | None:
         if isinstance(given, str):

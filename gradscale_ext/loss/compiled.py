@@ -14,7 +14,8 @@ from torch.autograd import forward_ad
 
 from .. import reference
 from .._native import _C
-from ..call.options import BY_HEAD, Entries
+from ..call.entries import as_fields, by_step
+from ..call.options import BY_HEAD, FieldEntries
 from ..call.output import MultiStepLossOutput
 from ..call.validate import Call, all_saveable
 from ..heads import Head
@@ -33,10 +34,10 @@ def can_compile(call: Call) -> bool:
 
 
 def loss_by_compiler(
-    call: Call, predictions: Mapping[str, Entries], targets: Mapping[str, Entries]
+    call: Call, predictions: Mapping[str, FieldEntries], targets: Mapping[str, FieldEntries]
 ) -> MultiStepLossOutput:
     """Compute the loss of a checked call. `predictions` and `targets` are the arguments of the user, stacked or not."""
-    given = [{name: entries[name] for name in call.heads if name in entries} for entries in (predictions, targets)]
+    given = [{name: as_fields(entries.get(name)) for name in call.heads} for entries in (predictions, targets)]
     given = all_saveable(given)
     left_out: dict[str, Any] = dict.fromkeys(BY_HEAD)  # `call.weights` has their tensors
     options = call.options._replace(**left_out)
@@ -66,12 +67,15 @@ def is_compiler_error(error: Exception) -> bool:
     return type(error).__module__.startswith(("torch._dynamo.", "torch._inductor."))
 
 
-def _flat(*mappings: Mapping[str, Entries]) -> list[object]:
+def _flat(*mappings: Mapping[str, Any]) -> list[object]:
     """Names, lengths of lists, and tensors."""
     flat: list[object] = []
     for mapping in mappings:
         for name, entries in mapping.items():
-            flat += [name, len(entries), *entries] if isinstance(entries, list | tuple) else [name, entries]
+            if isinstance(entries, dict):
+                flat += [name, len(entries), *_flat(entries)]
+            else:
+                flat += [name, len(entries), *entries] if isinstance(entries, list | tuple) else [name, entries]
     return flat
 
 
@@ -94,16 +98,14 @@ def _compiled(*key: object) -> Callable[..., MultiStepLossOutput]:
     return torch.compile(types.FunctionType(code, globals()))
 
 
-def _loss(call: Call, predictions: dict[str, Entries], targets: dict[str, Entries]) -> MultiStepLossOutput:
-    dim = 1 if call.options.batch_first else 0
-    by_step: list[dict[str, Any]] = [
+def _loss(
+    call: Call, predictions: dict[str, dict[str, Any]], targets: dict[str, dict[str, Any]]
+) -> MultiStepLossOutput:
+    entries = [
         {
-            name: list(entries.unbind(dim) if isinstance(entries, torch.Tensor) else entries)
-            for name, entries in given.items()
+            name: by_step(given[name], call.shared(name), call.options, call.batch, call.steps - head.first_step)
+            for name, head in call.heads.items()
         }
         for given in (predictions, targets)
     ]
-    predicted, wanted = by_step
-    for name in call.heads.keys() - wanted.keys():
-        wanted[name] = [None] * len(predicted[name])
-    return reference.loss_of(replace(call, predictions=predicted, targets=wanted))
+    return reference.loss_of(replace(call, predictions=entries[0], targets=entries[1]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import _context, _distributed, _numbers, _remedies, reference
 from .._native import _C, DEVICE_TYPES, Refusal, warn_of_reference
-from ..call.checks import as_dict, check_choice, is_mapping
+from ..call.checks import as_dict, as_dicts, check_choice, is_mapping
 from ..call.options import (
     BY_HEAD,
-    Entries,
+    FieldEntries,
     HeadWeights,
     ImportanceWeights,
     Mask,
@@ -32,6 +32,7 @@ from ..call.ranks import for_all_ranks
 from ..call.validate import Call, check_heads, validate
 from ..call.values import check_values
 from ..heads import Head, SoftCrossEntropy, TwoHot, record_of
+from ..policy_heads import ClippedSquaredError, GaussianPolicyGradient, PolicyGradient, PolicyHead
 from ..support import Support
 from .compiled import can_compile, is_compiler_error, loss_by_compiler
 from .operator import call_operator
@@ -69,8 +70,21 @@ def empty_cache() -> int:
     return _C.release_gradient_pool()
 
 
+def _is_known_to_the_kernels(heads: Mapping[str, Head]) -> bool:
+    """TEMPORARY, until csrc/loss has these heads: the reference computes them."""
+    return not any(isinstance(head, PolicyHead | ClippedSquaredError) for head in heads.values())
+
+
+def _fits_the_kernels(heads: Any, predictions: Any, targets: Any, options: Options) -> bool:
+    """TEMPORARY, until csrc/loss reads fields, and calls without steps."""
+    has_fields = any(isinstance(entries, dict) for given in (predictions, targets) for entries in given.values())
+    return options.steps and not has_fields and _is_known_to_the_kernels(heads)
+
+
 def _make_plan(heads: Mapping[str, Head]) -> Any:
     check_heads(heads)
+    if not _is_known_to_the_kernels(heads):
+        return None
     return _C.Plan(dict(heads), *record_of(heads.values()))
 
 
@@ -81,8 +95,8 @@ def _cached_plan(heads: tuple[tuple[str, Head], ...]) -> Any:
 
 def multi_step_loss(
     heads: Mapping[str, Head],
-    predictions: Mapping[str, Entries],
-    targets: Mapping[str, Entries],
+    predictions: Mapping[str, FieldEntries],
+    targets: Mapping[str, FieldEntries],
     *,
     step_weights: StepWeights = None,
     step_gradient_scale: StepGradientScale = None,
@@ -95,6 +109,7 @@ def multi_step_loss(
     process_group: torch.distributed.ProcessGroup | None = None,
     normalize_importance_weights: bool = False,
     batch_first: bool = True,
+    steps: bool = True,
     check: bool = False,
     impl: Implementation = "auto",
 ) -> MultiStepLossOutput:
@@ -114,14 +129,16 @@ def multi_step_loss(
 
     Args:
         heads: mapping of name to head: `TwoHot`, `HLGauss`, `SoftCrossEntropy`, `MeanSquaredError`, `Huber`,
-            `QuantileHuber`, `BinaryCrossEntropy`, `NegativeCosine`, `CategoricalKL`, `PerStepLoss`. An ensemble is
-            several heads.
+            `QuantileHuber`, `BinaryCrossEntropy`, `NegativeCosine`, `CategoricalKL`, `PerStepLoss`, `PolicyGradient`,
+            `GaussianPolicyGradient`, `ClippedSquaredError`. An ensemble is several heads.
         predictions: mapping (or TensorDict, which holds tensors but no lists) of head names to a list or tuple of
             T tensors `[B, ...]`, as an unroll produces them (they are read where they are, without stacking), or to
             one tensor `[B, T, ...]`. A head with ``first_step=1`` has T - 1 entries. float64, float32, bfloat16 or
-            float16.
+            float16. A head that predicts several tensors has a mapping of field names to these.
         targets: the same for the targets, floating, or int64 for classes; they must not require grad. A `PerStepLoss`
-            has none.
+            has none. Where a head has several targets, they are a mapping of field names:
+            ``{"policy": {"actions": a, "advantages": adv, "log_probs": lp}}``; each field is a list of T tensors or one
+            stacked tensor.
         step_weights: a sequence of T numbers, or a tensor `[T]` or `[B, T]`: multiplies value and gradient. A negative
             weight is an error: numbers are checked in every call, the elements of weights that are tensors with
             `check`. `step_weights`, `step_gradient_scale`, `importance_weights` and `mask` may be mappings of head
@@ -162,15 +179,20 @@ def multi_step_loss(
         batch_first: False: tensors with both dimensions have the step first: stacked predictions and targets are
             `[T, B, ...]`, masks and weights `[T, B]`, and of the output `per_step`, `expected` and `entropy`
             `[T_h, B]`.
+        steps: False: no tensor has a dimension of steps. Predictions and targets are tensors `[B, ...]`, masks `[B]`,
+            and `per_step`, `expected`, `entropy` and `log_probs` are `[B]`: for a minibatch of PPO or DQN.
+            `step_weights`, `step_gradient_scale` and heads with ``first_step=1`` are errors then.
         check: check the values too, and raise ValueError for what cannot be intended: policy targets that are not
             distributions (negative, above 1, or whole numbers that add up to more than 1, as raw visit counts do; a
             smaller sum is treated as a weight), logits that are probabilities already, entries and weights that are not
             finite, negative weights, targets of `BinaryCrossEntropy` outside 0..1, classes out of range (kernels of a
             CPU always raise for these; elsewhere the row is NaN), probabilities of the target (`label_smoothing`
             included) where the logit is -inf. It warns of scalars beyond a support.
-            Masked entries are not checked. The advantages of a policy gradient, given as targets, are rejected too. It
-            waits for the device: use it in the first steps of training, and in tests. It raises an error under
-            torch.compile, torch.export and torch.func transforms, where there are no values to read.
+            For the heads of policies: an illegal action (with logit -inf) that was taken, advantages that are not
+            finite, and, next to logits, log_probs above 0. Masked entries are not checked. Advantages given as targets
+            of `SoftCrossEntropy` are rejected too. It waits for the device: use it in the first steps of training, and
+            in tests. It raises an error under torch.compile, torch.export and torch.func transforms, where there are no
+            values to read.
         impl: "auto": the fused kernels where they accept the call, elsewhere "compiled" on devices that have no kernels
             and "reference" otherwise. "fused": the kernels. "compiled": `gradscale_ext.reference` under
             `torch.compile`, which keeps a graph for each form of a call; head weights, step numbers and batch sizes may
@@ -217,6 +239,7 @@ def multi_step_loss(
         reduction,
         nonfinite,
         batch_first,
+        steps,
     )
     heads = as_dict("heads", heads)
     plan = None
@@ -231,8 +254,8 @@ def multi_step_loss(
 def _run(
     plan: Any,
     heads: Mapping[str, Head],
-    predictions: Mapping[str, Entries],
-    targets: Mapping[str, Entries],
+    predictions: Mapping[str, FieldEntries],
+    targets: Mapping[str, FieldEntries],
     options: Options,
     process_group: torch.distributed.ProcessGroup | None,
     normalize_importance_weights: bool,
@@ -242,12 +265,13 @@ def _run(
     """Call the fused kernel if it accepts the call, else the checks and the reference."""
     if impl not in _IMPLEMENTATIONS:
         check_choice("impl", impl, _IMPLEMENTATIONS)
-    predictions, targets = as_dict("predictions", predictions), as_dict("targets", targets)
+    predictions, targets = as_dicts("predictions", predictions), as_dicts("targets", targets)
     for name, given in zip(BY_HEAD, options, strict=False):
         if (plan is None or type(given) not in _AS_GIVEN) and is_mapping(given):
             as_given: dict[str, Any] = {name: as_dict(name, given)}
             options = options._replace(**as_given)
-    is_eager = plan is not None and impl in ("auto", "fused")
+    fits = _fits_the_kernels(heads, predictions, targets, options)  # TEMPORARY
+    is_eager = plan is not None and impl in ("auto", "fused") and fits
     needs_python = check or process_group is not None or normalize_importance_weights
     outputs = None
     if is_eager and not needs_python:
@@ -283,7 +307,7 @@ def _run(
         return loss_by_compiler(call, predictions, targets)
     is_transformed = _context.is_transformed()
     shows_operator = plan is None or _context.shows_operators()
-    if shows_operator and not is_transformed and _all_plain(predictions) and _all_plain(targets):
+    if shows_operator and fits and not is_transformed and _all_plain(predictions) and _all_plain(targets):
         return call_operator(call, predictions, targets)
     if impl == "fused":
         raise NotImplementedError(
@@ -291,9 +315,8 @@ def _run(
             f"{' and '.join(DEVICE_TYPES)}, outside torch.func transforms, forward mode and dispatch modes; "
             "impl='auto' computes this call by the reference"
         )
-    device = next(iter(call.predictions.values()))[0].device
-    if _context.is_eager() and not is_transformed and device.type not in DEVICE_TYPES:
-        return _without_kernels(call, predictions, targets, device)
+    if _context.is_eager() and not is_transformed and call.device.type not in DEVICE_TYPES:
+        return _without_kernels(call, predictions, targets)
     warn_of_reference("multi_step_loss", outputs)
     return reference.loss_of(call)
 
@@ -307,9 +330,10 @@ def _all_plain(entries: Any) -> bool:
 
 
 def _without_kernels(
-    call: Call, predictions: Mapping[str, Entries], targets: Mapping[str, Entries], device: torch.device
+    call: Call, predictions: Mapping[str, FieldEntries], targets: Mapping[str, FieldEntries]
 ) -> MultiStepLossOutput:
     """Compute the loss by the reference, compiled where the compiler works, and say so once."""
+    device = call.device
     compiler = device.type not in _without_compiler and can_compile(call)
     if compiler:
         try:
@@ -375,6 +399,46 @@ class MultiStepLoss(torch.nn.Module):
             policy=SoftCrossEntropy(),
         )
 
+    @classmethod
+    def ppo(
+        cls,
+        clip: float | tuple[float, float] | None = 0.2,
+        value_clip: float | None = None,
+        value_weight: float = 0.5,
+        entropy_weight: float = 0.01,
+        continuous: bool = False,
+        choices: Sequence[int] | None = None,
+    ) -> MultiStepLoss:
+        """The heads of PPO: `policy` and `value`.
+
+        The target of `value` is ``{"returns": R}``, with `value_clip` ``{"returns": R, "values": v_old}``. For
+        sequences `[B, T]` write ``reduction="valid_mean"``: "mean" divides by B alone.
+
+        Args:
+            clip: of the ratio; see `PolicyGradient`.
+            value_clip: of the value; None: the plain squared error.
+            value_weight: weight of half the squared error, as in CleanRL and Stable-Baselines3.
+            entropy_weight: weight of the entropy bonus.
+            continuous: False: `PolicyGradient`, for discrete actions. True: `GaussianPolicyGradient`.
+            choices: sizes of independent discrete choices; see `PolicyGradient`.
+
+        Raises:
+            TypeError: `continuous` is not a bool, or `choices` are given with it.
+
+        >>> sorted(MultiStepLoss.ppo(continuous=True).heads)
+        ['policy', 'value']
+        """
+        _numbers.check_flag("MultiStepLoss.ppo: continuous", continuous)
+        weight = _numbers.real("MultiStepLoss.ppo: value_weight", value_weight) / 2
+        value = ClippedSquaredError(clip=value_clip, weight=weight)
+        if not continuous:
+            return cls(policy=PolicyGradient(clip=clip, entropy_weight=entropy_weight, choices=choices), value=value)  # type: ignore[arg-type]
+        if choices is not None:
+            raise TypeError(
+                "MultiStepLoss.ppo: choices are of discrete actions, but continuous=True; leave out one of the two"
+            )
+        return cls(policy=GaussianPolicyGradient(clip=clip, entropy_weight=entropy_weight), value=value)
+
     def _plan(self) -> Any:
         """The heads as the kernels read them; made again if `self.heads` has changed."""
         items = list(self.heads.items())
@@ -391,8 +455,8 @@ class MultiStepLoss(torch.nn.Module):
 
     def forward(
         self,
-        predictions: Mapping[str, Entries],
-        targets: Mapping[str, Entries],
+        predictions: Mapping[str, FieldEntries],
+        targets: Mapping[str, FieldEntries],
         *,
         step_weights: StepWeights = None,
         step_gradient_scale: StepGradientScale = None,
@@ -405,6 +469,7 @@ class MultiStepLoss(torch.nn.Module):
         process_group: torch.distributed.ProcessGroup | None = None,
         normalize_importance_weights: bool = False,
         batch_first: bool = True,
+        steps: bool = True,
         check: bool = False,
         impl: Implementation = "auto",
     ) -> MultiStepLossOutput:
@@ -419,6 +484,7 @@ class MultiStepLoss(torch.nn.Module):
             reduction,
             nonfinite,
             batch_first,
+            steps,
         )
         plan = self._plan() if _context.is_eager() else None
         return _run(
@@ -437,13 +503,14 @@ class MultiStepLoss(torch.nn.Module):
 
 def _differentiable_gradients(
     heads: dict[str, Head],
-    predictions: list[Entries],
-    targets: list[Entries | None],
+    predictions: list[FieldEntries],
+    targets: list[FieldEntries | None],
     options: dict[str, Any],
     grad_output: torch.Tensor,
     create_graph: bool,
 ) -> list[torch.Tensor | None]:
-    """The gradients of predictions and head weights, from the loss computed once more with the reference.
+    """The gradients of predictions and head weights, from the loss computed once more with the reference: of each head
+    the fields in their order, and of each field the steps.
 
     C++ calls it when a backward pass is itself differentiated, and for a batched `grad_output`. Predictions and
     targets are in the order of `heads`, the options by name. An option that may differ by head is a list with a value
@@ -451,12 +518,7 @@ def _differentiable_gradients(
     """
     with torch.enable_grad():
         # Views give a tensor that is used twice a separate gradient for each use.
-        views: list[Entries] = [
-            entries.view_as(entries)
-            if isinstance(entries, torch.Tensor)
-            else [entry.view_as(entry) for entry in entries]
-            for entries in predictions
-        ]
+        views = _distributed.mapped(lambda tensor: tensor.view_as(tensor), predictions)
         options["head_weights"] = weights = [
             weight.view_as(weight) if isinstance(weight, torch.Tensor) else weight for weight in options["head_weights"]
         ]
@@ -471,9 +533,8 @@ def _differentiable_gradients(
             {name: entries for name, entries in zip(heads, targets, strict=True) if entries is not None},
             **options,
         ).loss
-        inputs: list[Any] = [
-            tensor for view in views for tensor in ([view] if isinstance(view, torch.Tensor) else view)
-        ]
+        inputs: list[Any] = []
+        _distributed.mapped(inputs.append, views)
         inputs += weights
         is_wanted = [isinstance(entry, torch.Tensor) and entry.requires_grad for entry in inputs]
         wanted = list(itertools.compress(inputs, is_wanted))

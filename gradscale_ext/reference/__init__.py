@@ -5,7 +5,8 @@ transforms, with tensor subclasses, or on other devices.
 """
 
 from .flow import clip_gradient_norm, clip_gradient_value, normalize_gradient, reverse_gradient, scale_gradient
-from .losses import entry_loss, loss_of, multi_step_loss
+from .formulas import entry_loss
+from .losses import loss_of, multi_step_loss
 from .returns import (
     generalized_advantages,
     lambda_returns,

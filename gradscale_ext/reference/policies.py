@@ -1,0 +1,138 @@
+"""The losses of policies and of clipped values."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .. import _context
+from ..policy_heads import ClippedSquaredError, GaussianPolicyGradient, PolicyGradient, PolicyHead
+
+Fields = dict[str, torch.Tensor]
+Prediction = torch.Tensor | Fields
+
+
+def log_prob(head: PolicyHead, prediction: Prediction, target: Fields) -> torch.Tensor:
+    """`[B]` log-probabilities of the actions; NaN for an action out of range."""
+    if isinstance(head, GaussianPolicyGradient):
+        z = (target["actions"] - prediction["means"]) * (-prediction["log_stds"]).exp()  # type: ignore[call-overload]
+        return (-0.5 * z.square() - prediction["log_stds"] - 0.5 * math.log(2 * math.pi)).sum(-1)  # type: ignore[call-overload, no-any-return]
+    if prediction.dim() == 1:  # type: ignore[union-attr]
+        return prediction  # type: ignore[return-value]
+    actions = target["actions"] if head.choices else target["actions"].unsqueeze(-1)  # type: ignore[attr-defined]
+    groups = zip(choices_of(head, prediction), actions.unbind(-1), strict=True)  # type: ignore[arg-type]
+    return torch.stack([_chosen_log_softmax(logits, action) for logits, action in groups]).sum(0)
+
+
+def choices_of(head: PolicyHead, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The logits of each choice."""
+    choices = head.choices if isinstance(head, PolicyGradient) else None
+    return logits.split(choices, -1) if choices else (logits,)
+
+
+def _chosen_log_softmax(logits: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+    """``log softmax(x)[a]``. Near 0 it keeps its digits, because the largest exponential, 1, is not added."""
+    top = logits.detach().argmax(-1, keepdim=True)
+    below = logits - logits.gather(-1, top)
+    others = torch.arange(logits.shape[-1], device=logits.device) != top
+    total = torch.where(others, below.exp(), 0.0).sum(-1)
+    chosen = below.gather(-1, action.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
+    in_range = (action >= 0) & (action < logits.shape[-1])
+    return nan_unless(in_range, chosen - total.log1p())
+
+
+def nan_unless(valid: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """x where valid; elsewhere NaN, with a gradient of NaN."""
+    return x * torch.where(valid, 1.0, math.nan).to(x.dtype)
+
+
+def gaussian_entropy(log_stds: torch.Tensor) -> torch.Tensor:
+    """`[B]` entropies of independent normal distributions."""
+    return (log_stds + (0.5 + 0.5 * math.log(2 * math.pi))).sum(-1)
+
+
+def policy_loss(head: PolicyHead, log_prob: torch.Tensor, entropy: torch.Tensor | None, target: Fields) -> torch.Tensor:
+    """`[B]` losses. `entropy` is None for log-probabilities, which have none."""
+    advantage = target["advantages"]
+    if head.surrogate == "ppo":
+        loss = -_clipped(head, log_prob, target) * advantage
+    elif head.surrogate == "log":
+        loss = -_unless_zero(advantage, log_prob)
+    else:
+        ratio = log_ratio(log_prob.detach(), target["log_probs"]).exp()
+        loss = -_unless_zero(_clamped(head, ratio) * advantage, log_prob)
+    if head.entropy_weight != 0 and entropy is not None:
+        loss = loss - head.entropy_weight * entropy
+    if head.kl_weight != 0:
+        loss = loss + head.kl_weight * _k3_of_reference(target["reference_log_probs"], log_prob)
+    return loss
+
+
+def log_ratio(log_prob: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """``log_prob - old``; -inf if both are -inf, because an illegal action has ratio 0."""
+    return log_prob - torch.where(_both_infinite(log_prob, old), 0.0, old)
+
+
+def k3(d: torch.Tensor) -> torch.Tensor:
+    """``exp(d) - 1 - d``."""
+    return d.expm1() - torch.where(d == math.inf, 0.0, d)
+
+
+def outside_of_clip(head: PolicyHead, ratio: torch.Tensor) -> torch.Tensor:
+    """True where a ratio is outside of the clip."""
+    if head.bounds is None:
+        return torch.zeros_like(ratio, dtype=torch.bool)
+    low, high = head.bounds
+    return (ratio < _context.operand(1 - low, ratio)) | (ratio > _context.operand(1 + high, ratio))
+
+
+def _k3_of_reference(reference: torch.Tensor, log_prob: torch.Tensor) -> torch.Tensor:
+    """0 if both are -inf."""
+    both = _both_infinite(log_prob, reference)
+    return k3(torch.where(both, 0.0, reference) - torch.where(both, 0.0, log_prob))
+
+
+def _both_infinite(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (x == -math.inf) & (y == -math.inf)
+
+
+def _clamped(head: PolicyHead, ratio: torch.Tensor) -> torch.Tensor:
+    low, high = head.bounds  # type: ignore[misc]
+    return ratio.clamp(_context.operand(1 - low, ratio), _context.operand(1 + high, ratio))
+
+
+def _unless_zero(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Multiply, with 0 times infinity being 0 and 0 times NaN being NaN."""
+    return weight * torch.where((weight == 0) & ~x.isnan(), 0.0, x)
+
+
+def _clipped(head: PolicyHead, log_prob: torch.Tensor, target: Fields) -> torch.Tensor:
+    """The ratio that the advantage is multiplied by. It has a gradient where it is neither clipped nor without effect.
+    Comparisons are False for NaN, which so stays."""
+    d, advantage = log_ratio(log_prob, target["log_probs"]), target["advantages"]
+    ratio = d.detach().exp()
+    constant = torch.zeros_like(ratio)
+    is_constant = (advantage == 0) & ~ratio.isnan()
+    if head.bounds is not None:
+        clamped = _clamped(head, ratio)
+        binds = torch.where(advantage > 0, ratio > clamped, (advantage < 0) & (ratio < clamped))
+        is_constant, constant = is_constant | binds, torch.where(binds, clamped, constant)
+    if head.dual_clip is not None:
+        dual_clip = _context.operand(float(head.dual_clip), ratio)
+        binds = (advantage < 0) & (ratio > dual_clip)
+        is_constant, constant = is_constant | binds, torch.where(binds, dual_clip, constant)
+    return torch.where(is_constant, constant, torch.where(is_constant, 0.0, d).exp())
+
+
+def clipped_squared_error_loss(head: ClippedSquaredError, value: torch.Tensor, target: Fields) -> torch.Tensor:
+    """`[B]` losses."""
+    error = value - target["returns"]
+    if head.clip is None:
+        return error.square()
+    old = target["values"]
+    error = nan_unless(~old.isnan(), error)
+    change, clip = (value - old).detach(), _context.operand(float(head.clip), value)
+    clipped = (old + change.clamp(-clip, clip) - target["returns"]).square()
+    loss = error.square()
+    return torch.where((change.abs() > clip) & (clipped > loss), clipped, loss)
