@@ -41,6 +41,15 @@ struct Team {
     return reduced(value, [](T a, T b) { return a + b; });
   }
 
+  // Waits for all threads of the warp, or of the block, which see what others have written.
+  GRADSCALE_DEVICE void synchronize() const {
+    if (size > 32) {
+      __syncthreads();
+    } else {
+      __syncwarp();
+    }
+  }
+
   // Ignores NaN.
   template <class T>
   GRADSCALE_DEVICE T maximum(T value) const {

@@ -182,11 +182,26 @@ py::dict options_to_python(const Options& options) {
 }
 
 // One tensor, a list of tensors, or None for no tensors.
-py::object to_python(const Entries& entries) {
+py::object to_python(const Entries& entries, bool has_steps) {
   if (entries.tensors.empty()) {
     return py::none();
   }
-  return entries.stacked ? py::cast(entries.tensors[0]) : py::cast(entries.tensors);
+  return entries.stacked || !has_steps ? py::cast(entries.tensors[0]) : py::cast(entries.tensors);
+}
+
+// The same of one field without a name, or of several by their names. If the first may be alone, the others decide.
+py::object to_python(
+    const std::vector<Entries>& fields, const std::vector<const char*>& names, bool may_be_tensor, bool has_steps) {
+  if (names.empty() || (may_be_tensor && fields.back().tensors.empty())) {
+    return to_python(fields[0], has_steps);
+  }
+  py::dict by_name;
+  for (size_t i = 0; i < names.size(); ++i) {
+    if (!fields[i].tensors.empty()) {
+      by_name[names[i]] = to_python(fields[i], has_steps);
+    }
+  }
+  return by_name;
 }
 
 class MultiStepLossBackward : public BackwardNode {
@@ -279,17 +294,21 @@ class MultiStepLossBackward : public BackwardNode {
     py::gil_scoped_acquire gil;
     py::list predictions, targets;
     uint32_t edge = 0;
-    for (Entries entries : saved.call.predictions) {
-      for (at::Tensor& tensor : entries.tensors) {
-        tensor = with_edge(tensor, next_edge(edge++));
+    const Heads& heads = saved.plan->table;
+    for (size_t h = 0; h < heads.size(); ++h) {
+      std::vector<Entries> predicted = saved.call.predictions[h], wanted = saved.call.targets[h];
+      for (Entries& entries : predicted) {
+        for (at::Tensor& tensor : entries.tensors) {
+          tensor = with_edge(tensor, next_edge(edge++));
+        }
       }
-      predictions.append(to_python(entries));
-    }
-    for (Entries entries : saved.call.targets) {
-      for (at::Tensor& tensor : entries.tensors) {
-        tensor = with_edge(tensor, {});
+      for (Entries& entries : wanted) {
+        for (at::Tensor& tensor : entries.tensors) {
+          tensor = with_edge(tensor, {});
+        }
       }
-      targets.append(to_python(entries));
+      predictions.append(to_python(predicted, heads.kind(h).prediction, false, saved.call.steps));
+      targets.append(to_python(wanted, heads.kind(h).target, heads.kind(h).may_be_tensor, saved.call.steps));
     }
     Options options = saved.call;
     for (HeadWeight& weight : options.head_weights.values) {

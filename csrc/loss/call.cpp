@@ -8,6 +8,8 @@
 
 #include <ATen/TensorGeometry.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/hypot.h>
+#include <ATen/ops/linalg_vector_norm.h>
 
 #include <c10/util/Exception.h>
 #include <c10/util/accumulate.h>
@@ -36,6 +38,72 @@ StepWeight weight_of(const at::Tensor& tensor, int64_t batch_dim, int64_t step_d
 
 // ---- Heads ----------------------------------------------------------------------------------------------------------
 
+const std::vector<KindOfHead>& kinds() {
+  const auto forms_of = [](Kind kind) -> KindOfHead {
+    const std::vector<const char*> none, of_policy{"actions", "advantages", "log_probs", "reference_log_probs"};
+    const Form scalars{{""}, {""}}, vectors{{"D"}, {"D"}};
+    switch (kind) {
+      case Kind::two_hot:
+      case Kind::hl_gauss:
+        return {{}, {}, none, none, true, {{{"S"}, {""}}}};
+      case Kind::soft_cross_entropy:
+        return {
+            {},
+            {},
+            none,
+            {"classes", "probabilities"},
+            true,
+            {{{"A"}, {"A", "-"}}, {{"A"}, {"#", "-"}}, {{"A"}, {"#K", "K"}}}};
+      case Kind::mean_squared_error:
+      case Kind::huber:
+        return {{}, {}, none, none, true, {scalars, vectors}};
+      case Kind::binary_cross_entropy:
+        return {{}, {}, none, none, true, {scalars}};
+      case Kind::negative_cosine:
+        return {{}, {}, none, none, true, {vectors}};
+      case Kind::quantile_huber:
+        return {{}, {}, none, {"samples", "fractions"}, true, {{{"N"}, {"M", "-"}}, {{"N"}, {"M", "N"}}}};
+      case Kind::categorical_kl:
+        return {{}, {}, none, none, true, {{{"GC"}, {"GC"}}}};
+      case Kind::per_step_loss:
+        return {{}, {}, none, none, true, {{{""}, {}}}};
+      case Kind::policy_gradient:
+        return {
+            {},
+            {},
+            none,
+            of_policy,
+            false,
+            {{{"A"}, {"#", "", "?", "?"}}, {{"A"}, {"#G", "", "?", "?"}}, {{""}, {"-", "", "?", "?"}}}};
+      case Kind::gaussian_policy_gradient:
+        return {{}, {}, {"means", "log_stds"}, of_policy, false, {{{"D", "D"}, {"D", "", "?", "?"}}}};
+      case Kind::clipped_squared_error:
+        return {{}, {}, none, {"returns", "values"}, false, {{{""}, {"", "?"}}}};
+    }
+    return {};
+  };
+  static const std::vector<KindOfHead> all = [&] {
+    std::vector<KindOfHead> kinds;
+#define GRADSCALE_KIND(kind_name, kind_detail) \
+  kinds.push_back(forms_of(Kind::kind_name));  \
+  kinds.back().name = #kind_name;              \
+  kinds.back().detail = Detail::kind_detail;
+    GRADSCALE_KINDS(GRADSCALE_KIND)
+#undef GRADSCALE_KIND
+    return kinds;
+  }();
+  return all;
+}
+
+bool Heads::reads(size_t h, const char* field) const {
+  const Head& head = heads_[h];
+  const std::string name = field;
+  return name == "log_probs"             ? head.surrogate != Surrogate::log
+         : name == "reference_log_probs" ? head.kl_weight != 0
+         : name == "values"              ? std::isfinite(head.clip_high)
+                                         : true;
+}
+
 Heads::Heads(const std::vector<std::string>& names, const std::vector<double>& numbers, std::vector<std::string> labels)
     : labels_(std::move(labels)) {
   TORCH_CHECK(
@@ -50,9 +118,17 @@ Heads::Heads(const std::vector<std::string>& names, const std::vector<double>& n
         std::find_if(kinds().begin(), kinds().end(), [&](const KindOfHead& known) { return known.name == names[i]; });
     if (kind != kinds().end()) {
       heads_.emplace_back().kind = static_cast<Kind>(kind - kinds().begin());
+      choice_ends_.emplace_back();
       continue;
     }
     TORCH_CHECK(!heads_.empty(), "multi_step_loss: '", names[i], "' is not a kind of head");
+    if (names[i] == "choice") {
+      std::vector<int32_t>& ends = choice_ends_.back();
+      TORCH_CHECK(
+          numbers[i] >= 1 && numbers[i] <= INT32_MAX / 2, "multi_step_loss: a choice has ", numbers[i], " actions");
+      ends.push_back((ends.empty() ? 0 : ends.back()) + static_cast<int32_t>(numbers[i]));
+      continue;
+    }
     Head& head = heads_.back();
     TORCH_CHECK(
         set_by_name(kHeadParameters, head, names[i], numbers[i]) ||
@@ -61,11 +137,15 @@ Heads::Heads(const std::vector<std::string>& names, const std::vector<double>& n
         names[i],
         "'");
   }
-  for (Head& head : heads_) {
+  for (size_t h = 0; h < heads_.size(); ++h) {
+    Head& head = heads_[h];
+    head.choice_ends = choice_ends_[h].data();
+    head.num_choices = static_cast<int32_t>(choice_ends_[h].size());
     const KindOfHead& kind = description_of(head.kind);
     TORCH_CHECK(
         head.detail == kind.detail && head.first_step >= 0 && (!head.has_support() || head.support.num_bins >= 2) &&
-            head.support.transform >= Transform::identity && head.support.transform <= Transform::symlog,
+            head.support.transform >= Transform::identity && head.support.transform <= Transform::symlog &&
+            head.surrogate >= Surrogate::ppo && head.surrogate <= Surrogate::cispo,
         "multi_step_loss: the numbers of a head are not the numbers of a '",
         kind.name,
         "'");
@@ -78,7 +158,9 @@ std::string Heads::words(const Part& part) const {
     return part.argument;
   }
   const std::string label = labels_.empty() ? std::to_string(part.head) : c10::str("'", labels_[part.head], "'");
-  const std::string of_head = c10::str("the ", part.argument, " of head ", label);
+  const std::string what =
+      part.field == nullptr ? part.argument : c10::str("'", part.field, "' in the ", part.argument);
+  const std::string of_head = c10::str(part.field == nullptr ? "the " : "", what, " of head ", label);
   return part.entry < 0 ? of_head : c10::str(of_head, " at step ", heads_[part.head].first_step + part.entry);
 }
 
@@ -89,16 +171,18 @@ void Call::measure() {
     throw Refusal{"heads", c10::str("has ", heads->size(), " heads")};
   }
   size_t count = 0;
-  for (Entries& entries : predictions) {
-    if (entries.tensors.empty()) {
-      throw Refusal{"predictions", "has a head without tensors"};
+  for (std::vector<Entries>& fields : predictions) {
+    for (Entries& entries : fields) {
+      if (entries.tensors.empty()) {
+        throw Refusal{"predictions", "has a head without tensors"};
+      }
+      entries.first = std::exchange(count, count + entries.tensors.size());
     }
-    entries.first = std::exchange(count, count + entries.tensors.size());
   }
-  const Entries& entries = predictions[0];
+  const Entries& entries = predictions[0][0];
   const at::Tensor& first = entries.tensors[0];
   batch = first.dim() > batch_dim(entries) ? first.size(batch_dim(entries)) : 0;
-  steps = count_steps();
+  num_steps = count_steps();
   on_device = runs_kernels(first.device());
   is_double = false;
   each_prediction([&](const Entries&, const at::Tensor& tensor, size_t) {
@@ -110,7 +194,7 @@ void Call::measure() {
 int64_t Call::count_steps() const {
   int64_t most = 0;
   for (size_t h = 0; h < heads->size(); ++h) {
-    most = std::max(most, (*heads)[h].first_step + steps_of(predictions[h], batch_first));
+    most = std::max(most, (*heads)[h].first_step + steps_of(predictions[h][0], batch_first));
   }
   return most;
 }
@@ -122,10 +206,16 @@ bool Call::wants_any() const {
 }
 
 bool Call::wants_head(size_t head) const {
-  const Entries& entries = predictions[head];
-  const auto first = wants.begin() + static_cast<int64_t>(entries.first);
-  const auto last = first + static_cast<int64_t>(entries.tensors.size());
-  return std::find(first, last, true) != last;
+  const Entries &first = predictions[head].front(), &last = predictions[head].back();
+  const auto begin = wants.begin() + static_cast<int64_t>(first.first);
+  const auto end = wants.begin() + static_cast<int64_t>(last.first + last.tensors.size());
+  return std::find(begin, end, true) != end;
+}
+
+bool Call::has_logits(size_t h) const {
+  const Kind kind = (*heads)[h].kind;
+  return gradscale::has_logits(kind) || kind == Kind::categorical_kl ||
+         (kind == Kind::policy_gradient && !predictions[h][0].sizes(0).empty());
 }
 
 // ---- Outputs and gradients ------------------------------------------------------------------------------------------
@@ -145,9 +235,13 @@ void Call::make_outputs() {
   int64_t segments = 0;
   for (size_t h = 0; h < heads->size(); ++h) {
     outputs.per_step.push_back(make_entries(h));
-    outputs.details.push_back((*heads)[h].detail == Detail::none ? at::Tensor() : make_entries(h));
+    outputs.details.push_back(has_detail(h) ? make_entries(h) : at::Tensor());
+    outputs.log_probs.push_back(is_policy((*heads)[h].kind) ? make_entries(h) : at::Tensor());
+    for (Tensors* of_policy : {&outputs.approx_kl, &outputs.clip_fraction}) {
+      of_policy->push_back(has_old_policy(h) ? empty_tensor({}, sum_options) : at::Tensor());
+    }
     outputs.shares.push_back(head_weights[h].wants_gradient ? make_loss() : at::Tensor());
-    segments += steps - (*heads)[h].first_step;
+    segments += num_steps - (*heads)[h].first_step;
   }
   metrics = empty_tensor({segments, batch, 2}, sum_options.dtype(at::kDouble));
   if (on_device && nonfinite == Nonfinite::skip) {
@@ -172,7 +266,10 @@ bool Call::counts_on_device(size_t head) const {
 
 // Allocates a number per sample and step of a head. The steps of a sample are adjacent in memory, also in [T_h, B].
 at::Tensor Call::make_entries(size_t head) const {
-  const int64_t head_steps = steps - (*heads)[head].first_step;
+  const int64_t head_steps = num_steps - (*heads)[head].first_step;
+  if (!steps) {
+    return empty_tensor({batch}, sum_options);
+  }
   return batch_first ? empty_tensor({batch, head_steps}, sum_options)
                      : at::empty_strided({head_steps, batch}, {1, head_steps}, sum_options);
 }
@@ -221,6 +318,9 @@ Pass Call::begin_pass() {
   }
   outputs.per_step.resize(heads->size());
   outputs.details.resize(heads->size());
+  outputs.log_probs.resize(heads->size());
+  outputs.approx_kl.resize(heads->size());
+  outputs.clip_fraction.resize(heads->size());
   outputs.shares.resize(heads->size());
   pass.grad_output = slab(grad_output, pass.is_backward && grad_output.dim() != 0 ? grad_output.stride(0) : 0);
   for (size_t h = 0; h < heads->size(); ++h) {
@@ -230,10 +330,12 @@ Pass Call::begin_pass() {
   pass.heads = heads->data();
   pass.coefficients = coefficients_.data();
   pass.segments = segments_.data();
+  pass.fields = fields_.data();
+  pass.num_fields = static_cast<int64_t>(fields_.size());
   pass.num_heads = static_cast<int64_t>(heads->size());
   pass.num_segments = static_cast<int64_t>(segments_.size());
   pass.batch = batch;
-  pass.steps = steps;
+  pass.steps = num_steps;
   pass.each_sample = reduction == Reduction::none;
   pass.skips_nonfinite = nonfinite == Nonfinite::skip;
   pass.loss = slab(outputs.loss, 1);
@@ -244,14 +346,21 @@ Pass Call::begin_pass() {
   pass.max_abs_logit = slab(outputs.max_abs_logit, 1);
   pass.num_nonfinite = outputs.num_nonfinite.defined() ? outputs.num_nonfinite.mutable_data_ptr<int64_t>() : nullptr;
   pass.counts_unmasked = counts.defined();
+  for (size_t h = 0; h < heads->size(); ++h) {
+    pass.has_old_policy = pass.has_old_policy || has_old_policy(h);
+  }
   pass.skipped = slab(skipped, 1);
   return pass;
 }
 
 void Call::end_pass(std::shared_ptr<const Launches> used) {
+  if (outputs.head_gradient_norms.defined()) {
+    correct_norms();
+  }
   launches = copies_.empty() ? std::move(used) : nullptr;
   coefficients_.clear();
   segments_.clear();
+  fields_.clear();
   copies_.clear();
   metrics.reset();
 }
@@ -281,14 +390,17 @@ void Call::add_coefficients(size_t h) {
   coefficients.head_weight_tensor = weight_of(head_weights[h].tensor, -1, -1).values;
   coefficients.share = slab(outputs.shares[h], 1);
   coefficients.first_segment = static_cast<int64_t>(segments_.size());
+  coefficients.approx_kl = slab(outputs.approx_kl[h], 0);
+  coefficients.clip_fraction = slab(outputs.clip_fraction[h], 0);
   coefficients_.push_back(coefficients);
 }
 
 StepMask Call::step_mask(size_t head) const {
   const at::Tensor& tensor = mask[head];
-  return tensor.defined()
-             ? StepMask{tensor.const_data_ptr<bool>(), tensor.stride(batch_dim()), tensor.stride(1 - batch_dim())}
-             : StepMask{};
+  if (!tensor.defined()) {
+    return {};
+  }
+  return {tensor.const_data_ptr<bool>(), tensor.stride(batch_dim()), steps ? tensor.stride(1 - batch_dim()) : 0};
 }
 
 // The number of entries that divides a head's sum; 1 if only the device has it.
@@ -304,9 +416,9 @@ double Call::entries_of(size_t head, const StepMask& counted) const {
     return static_cast<double>(batch);
   }
   const int64_t first = (*heads)[head].first_step;
-  int64_t count = counted.data == nullptr ? batch * (steps - first) : 0;
+  int64_t count = counted.data == nullptr ? batch * (num_steps - first) : 0;
   for (int64_t b = 0; b < batch && counted.data != nullptr && !on_device; ++b) {
-    for (int64_t k = first; k < steps; ++k) {
+    for (int64_t k = first; k < num_steps; ++k) {
       count += counted.includes(b, k) ? 1 : 0;
     }
   }
@@ -315,12 +427,11 @@ double Call::entries_of(size_t head, const StepMask& counted) const {
 
 void Call::add_segments(size_t h) {
   const Head& head = (*heads)[h];
-  const Entries& predicted = with_contiguous_elements(predictions[h]);
-  const Entries& wanted = with_contiguous_elements(targets[h]);
+  const Entries& predicted = with_contiguous_elements(predictions[h][0]);
   const auto number_at = [](const StepNumbers& given, int64_t step) {
     return given.numbers.empty() ? 1.0 : given.numbers[step];
   };
-  for (int64_t t = 0; t < steps - head.first_step; ++t) {
+  for (int64_t t = 0; t < num_steps - head.first_step; ++t) {
     Segment segment{};
     segment.head = &head;
     segment.step = head.first_step + t;
@@ -328,14 +439,7 @@ void Call::add_segments(size_t h) {
     segment.width = c10::multiply_integers(sizes);
     segment.last_size = sizes.empty() ? 1 : sizes.back();
     segment.prediction = rows_of(predicted, t);
-    if (heads->has_target(h)) {
-      segment.target_width = c10::multiply_integers(wanted.sizes(t));
-      segment.target = rows_of(wanted, t);
-    }
-    const at::Tensor& gradient = gradients[predicted.first + (predicted.stacked ? 0 : t)];
-    if (gradient.defined()) {
-      segment.gradient = view_rows(gradient, predicted.stacked, t);
-    }
+    segment.gradient = gradient_rows(predicted, t);
     segment.loss = column(outputs.per_step[h], t);
     segment.detail = column(outputs.details[h], t);
     if (metrics.defined()) { // a backward pass has none
@@ -344,6 +448,57 @@ void Call::add_segments(size_t h) {
     segment.step_weight = number_at(step_weights[h], segment.step);
     segment.step_gradient_scale = number_at(step_gradient_scale[h], segment.step);
     segments_.push_back(segment);
+  }
+  if (heads->has_target(h)) {
+    add_targets(h, segments_.data() + segments_.size() - (num_steps - head.first_step));
+  }
+}
+
+// Sets the targets and fields of a head's segments.
+void Call::add_targets(size_t h, Segment* segments) {
+  std::vector<const Entries*> wanted;
+  for (const Entries& entries : targets[h]) {
+    wanted.push_back(&with_contiguous_elements(entries));
+  }
+  const bool has_policy = is_policy((*heads)[h].kind), has_scales = predictions[h].size() > 1;
+  const Entries* scales = has_scales ? &with_contiguous_elements(predictions[h][1]) : nullptr;
+  for (int64_t t = 0; t < num_steps - (*heads)[h].first_step; ++t) {
+    Segment& segment = segments[t];
+    const auto rows = [&](const Entries& entries) { return entries.tensors.empty() ? Rows{} : rows_of(entries, t); };
+    segment.target = rows(*wanted[0]);
+    segment.target_width = wanted[0]->tensors.empty() ? 0 : c10::multiply_integers(wanted[0]->sizes(t));
+    segment.first_field = static_cast<int64_t>(fields_.size());
+    for (size_t i = 1; i < wanted.size(); ++i) {
+      fields_.push_back(rows(*wanted[i]));
+    }
+    if (has_policy) {
+      const Slab chosen = column(outputs.log_probs[h], t);
+      fields_.push_back({chosen.data, chosen.stride, is_double ? Element::float64 : Element::float32});
+    }
+    if (has_scales) {
+      fields_.push_back(rows(*scales));
+      fields_.push_back(gradient_rows(*scales, t));
+      segment.wants_scales = fields_.back().data != nullptr;
+      segment.shares_scales = scales->shared;
+    }
+  }
+}
+
+// The gradient of one step of a prediction; without data if it is not wanted.
+Rows Call::gradient_rows(const Entries& predicted, int64_t step) const {
+  const at::Tensor& gradient = gradients[predicted.first + (predicted.stacked ? 0 : step)];
+  return gradient.defined() ? view_rows(gradient, predicted.stacked, step) : Rows{};
+}
+
+void Call::correct_norms() {
+  for (size_t h = 0; h < predictions.size(); ++h) {
+    const Entries& last = predictions[h].back();
+    if (!last.shared || !gradients[last.first].defined()) {
+      continue;
+    }
+    const at::Tensor total = gradients[last.first].flatten(0, -2).sum(0, /*keepdim=*/false, at::kDouble);
+    at::Tensor norm = outputs.head_gradient_norms.select(0, static_cast<int64_t>(h));
+    norm.copy_(at::hypot(norm.to(at::kDouble), at::linalg_vector_norm(total)));
   }
 }
 

@@ -18,27 +18,25 @@ namespace gradscale {
 
 // ---- Heads ----------------------------------------------------------------------------------------------------------
 
-// Dimensions after the batch that a prediction and its target may have.
+// The tensors of a prediction and its target, field by field. A field is written as a letter for each dimension after
+// the batch; equal letters are equal sizes. "#" before them: the field is an int64 index. "?" before them: it may be
+// left out. "-": it is not given.
 struct Form {
-  int64_t prediction_dims;
-  int64_t target_dims;    // -1: no target
-  bool classes;           // the target is an int64 index
-  bool own_sizes = false; // the sizes of the target may differ from the prediction's
+  std::vector<const char*> prediction;
+  std::vector<const char*> target;
 };
 
 struct KindOfHead {
   std::string name;
   Detail detail;
+  std::vector<const char*> prediction; // names of the fields; none: a tensor
+  std::vector<const char*> target;     // the same
+  bool may_be_tensor;                  // the first field of a target with names may be given alone
   std::vector<Form> forms;
 };
 
 // All kinds, in the order of Kind.
-inline const std::vector<KindOfHead>& kinds() {
-#define GRADSCALE_KIND(name, detail, ...) {#name, Detail::detail, {__VA_ARGS__}},
-  static const std::vector<KindOfHead> all{GRADSCALE_KINDS(GRADSCALE_KIND)};
-#undef GRADSCALE_KIND
-  return all;
-}
+const std::vector<KindOfHead>& kinds();
 
 inline const KindOfHead& description_of(Kind kind) {
   return kinds()[static_cast<size_t>(kind)];
@@ -49,6 +47,7 @@ struct Part {
   const char* argument;
   int64_t head = -1;  // -1: one value for all heads
   int64_t entry = -1; // of the head, from its first step; -1: all
+  const char* field = nullptr;
 };
 
 // The heads of a loss, as record_of() in gradscale_ext/heads.py describes them. Without labels, messages number them.
@@ -69,9 +68,18 @@ class Heads {
   const std::vector<Form>& forms(size_t head) const {
     return description_of(heads_[head].kind).forms;
   }
-  bool has_target(size_t head) const {
-    return forms(head)[0].target_dims >= 0;
+  const KindOfHead& kind(size_t head) const {
+    return description_of(heads_[head].kind);
   }
+  // The number of tensors of a prediction or a target at a step, also those that are left out.
+  static size_t num_fields(const std::vector<const char*>& names) {
+    return std::max<size_t>(1, names.size());
+  }
+  bool has_target(size_t head) const {
+    return !forms(head)[0].target.empty();
+  }
+  // True if a field of a head's target must be given.
+  bool reads(size_t head, const char* field) const;
   // "mask", "the mask of head 'value'", or "the target of head 'value' at step 2".
   std::string words(const Part& part) const;
 
@@ -79,6 +87,7 @@ class Heads {
   std::vector<std::string> labels_;
   std::vector<Head> heads_;
   std::vector<OwnedSupport> supports_;
+  std::vector<std::vector<int32_t>> choice_ends_; // by head
 };
 
 // ---- Options and outputs --------------------------------------------------------------------------------------------
@@ -133,7 +142,8 @@ struct ByHead {
 };
 
 // The options of a call, in the order of `Options` in gradscale_ext/call/options.py. Masks are [B, T] ([T, B] without
-// batch_first); undefined: nothing is masked. num_entries: for "mean" and "valid_mean" alone.
+// batch_first); undefined: nothing is masked. num_entries: for "mean" and "valid_mean" alone. Without `steps` there is
+// one step, and no tensor has a dimension for it.
 // clang-format off
 #define GRADSCALE_OPTIONS(option)                  \
   option(ByHead<StepNumbers>, step_weights)        \
@@ -144,11 +154,13 @@ struct ByHead {
   option(ByHead<NumEntries>, num_entries)          \
   option(Reduction, reduction)                     \
   option(Nonfinite, nonfinite)                     \
-  option(bool, batch_first)
+  option(bool, batch_first)                        \
+  option(bool, steps)
 
 // The results of a call, in the order in which the operator returns them: float, or double when a prediction is double.
-// Only the loss has a gradient. per_step, details and shares are by head; the operator leaves out undefined tensors.
-// per_step and details: [B, T_h] ([T_h, B] without batch_first); details are undefined for heads without a Detail.
+// Only the loss has a gradient. The lists are by head; the operator leaves out undefined tensors.
+// per_step, details and log_probs: [B, T_h] ([T_h, B] without batch_first, [B] without steps); details are undefined
+// for heads without a Detail, and what policies have, for others. approx_kl and clip_fraction: scalars.
 // shares: the head's share of the loss without its head weight, with the shape of the loss; defined if the weight gets
 // a gradient.
 #define GRADSCALE_OUTPUTS(output)                             \
@@ -161,6 +173,9 @@ struct ByHead {
   output(at::Tensor, num_nonfinite) /* int64 scalar */        \
   output(Tensors, per_step)                                   \
   output(Tensors, details)                                    \
+  output(Tensors, log_probs)                                  \
+  output(Tensors, approx_kl)                                  \
+  output(Tensors, clip_fraction)                              \
   output(Tensors, shares)
 // clang-format on
 
@@ -190,9 +205,10 @@ enum class Option : size_t { GRADSCALE_OPTIONS(GRADSCALE_ENUMERATOR) };
 
 // One tensor per step, or one tensor with a step dimension.
 struct Entries {
-  Tensors tensors; // empty: the head has no target
+  Tensors tensors; // empty: the head has no target, or the field was left out
   bool stacked = false;
-  size_t first = 0; // the index of the first tensor in the list of all prediction tensors; set by begin_pass()
+  bool shared = false; // expanded from a tensor without dimensions of samples and steps
+  size_t first = 0;    // the index of the first tensor in the list of all prediction tensors; set by begin_pass()
 
   // The number of batch and step dimensions.
   int64_t leading_dims() const {
@@ -216,15 +232,15 @@ inline int64_t steps_of(const Entries& entries, bool batch_first) {
 class Launches; // on a device, of a pass
 
 struct Call : Options {
-  std::vector<Entries> predictions; // by head
-  std::vector<Entries> targets;
+  std::vector<std::vector<Entries>> predictions; // by head and field
+  std::vector<std::vector<Entries>> targets;
   std::vector<bool> wants; // by prediction tensor, in the order of each_prediction(): true if its gradient is wanted
   const Heads* heads = nullptr;
   at::Tensor grad_output; // of the loss, a scalar or [B]; undefined: the forward pass
 
   // Set by begin_pass() in the forward pass.
   int64_t batch = 0;
-  int64_t steps = 0;             // T
+  int64_t num_steps = 0;         // T
   bool is_double = false;        // the type of sums and losses
   bool on_device = false;        // device kernels run instead of CPU kernels
   at::TensorOptions sum_options; // type and device of losses
@@ -244,9 +260,19 @@ struct Call : Options {
   // True if the gradient of a prediction of the head is wanted.
   bool wants_head(size_t head) const;
 
+  // True if a prediction of the head is the logits of distributions.
+  bool has_logits(size_t head) const;
+  bool has_detail(size_t head) const {
+    return (*heads)[head].kind == Kind::policy_gradient ? has_logits(head) : (*heads)[head].detail != Detail::none;
+  }
+  // True if approx_kl and clip_fraction are outputs of the head.
+  bool has_old_policy(size_t head) const {
+    return is_policy((*heads)[head].kind) && !targets[head][1 + kLogProbs].tensors.empty();
+  }
+
   // The dimension of the samples in a tensor that also has a step dimension.
   int64_t batch_dim() const {
-    return batch_first ? 0 : 1;
+    return batch_first || !steps ? 0 : 1;
   }
   int64_t batch_dim(const Entries& entries) const {
     return entries.stacked ? batch_dim() : 0;
@@ -286,12 +312,17 @@ struct Call : Options {
   bool counts_on_device(size_t head) const;
   double entries_of(size_t head, const StepMask& counted) const;
   void add_segments(size_t head);
+  void add_targets(size_t head, Segment* segments);
+  Rows gradient_rows(const Entries& predicted, int64_t step) const;
+  // Adds the gradients of shared predictions, which are sums over all rows, to head_gradient_norms.
+  void correct_norms();
   const Entries& with_contiguous_elements(const Entries& entries);
   Rows view_rows(const at::Tensor& tensor, bool stacked, int64_t step) const;
   Slab column(const at::Tensor& tensor, int64_t step) const;
 
   std::vector<Coefficients> coefficients_; // by head
   std::vector<Segment> segments_;
+  std::vector<Rows> fields_;
   std::deque<Entries> copies_; // contiguous copies of entries, which the kernels read
 };
 
@@ -320,18 +351,22 @@ void launch_again(const Launches& forward, const Slab& grad_output, const OnDevi
 template <class Visit>
 void Call::each_prediction(Visit visit) const {
   size_t index = 0;
-  for (const Entries& entries : predictions) {
-    for (const at::Tensor& tensor : entries.tensors) {
-      visit(entries, tensor, index++);
+  for (const std::vector<Entries>& fields : predictions) {
+    for (const Entries& entries : fields) {
+      for (const at::Tensor& tensor : entries.tensors) {
+        visit(entries, tensor, index++);
+      }
     }
   }
 }
 
 template <class Visit>
 void Call::each_tensor(Visit visit) const {
-  for (const std::vector<Entries>* both : {&predictions, &targets}) {
-    for (const Entries& entries : *both) {
-      std::for_each(entries.tensors.begin(), entries.tensors.end(), visit);
+  for (const auto* both : {&predictions, &targets}) {
+    for (const std::vector<Entries>& fields : *both) {
+      for (const Entries& entries : fields) {
+        std::for_each(entries.tensors.begin(), entries.tensors.end(), visit);
+      }
     }
   }
   for (const ByHead<StepNumbers>* both : {&step_weights, &step_gradient_scale}) {

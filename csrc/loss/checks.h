@@ -52,17 +52,6 @@ class Checks {
     }
   }
 
-  // Checks the tensors of a head.
-  template <class Fits>
-  void each_entry(const char* argument, size_t h, const Entries& entries, Fits fits) const {
-    const auto head = static_cast<int64_t>(h);
-    for (size_t k = 0; k < entries.tensors.size(); ++k) {
-      const at::Tensor& tensor = entries.tensors[k];
-      const Part part{argument, head, entries.stacked ? -1 : static_cast<int64_t>(k)};
-      require(fits(tensor) && is_on_device(tensor), part, tensor);
-    }
-  }
-
   static const at::Tensor& tensor_of(const at::Tensor& tensor) {
     return tensor;
   }
@@ -83,72 +72,164 @@ class Checks {
     }
   }
 
+  // One field of a head's prediction or target.
+  struct FieldOfHead {
+    Part part;
+    const Entries& entries;
+    const std::vector<const char*> Form::* fields; // of the same tensors
+    size_t index;
+  };
+
   void check_head(size_t h) const {
-    const auto head = static_cast<int64_t>(h);
-    const Entries& predictions = call_.predictions[h];
-    const Entries& targets = call_.targets[h];
-    const int64_t steps = call_.steps - heads_[h].first_step;
+    const int64_t steps = call_.num_steps - heads_[h].first_step;
+    const std::vector<FieldOfHead> fields = fields_of(h);
+    for (const FieldOfHead& field : fields) {
+      const bool has_steps = call_.steps ? steps_of(field.entries, call_.batch_first) == steps : !field.entries.stacked;
+      require(steps >= 1 && (field.entries.tensors.empty() || has_steps), field.part, "has another number of steps");
+    }
+    const Form& form = form_of(h, fields);
+    for (int64_t step = 0; step < steps; ++step) {
+      Sizes sizes(heads_[h]);
+      for (const FieldOfHead& field : fields) {
+        if (!field.entries.tensors.empty() && (step == 0 || !field.entries.stacked || is_letter_shared(form))) {
+          check_entry(field, (form.*field.fields)[field.index], step, sizes);
+        }
+      }
+    }
+    for (const Entries& entries : call_.predictions[h]) { // the same at all steps
+      for (int64_t step = 1; step < steps && !entries.stacked; ++step) {
+        require(
+            entries.sizes(step) == entries.sizes(0),
+            {"prediction", static_cast<int64_t>(h), step},
+            entries.tensors[step]);
+      }
+    }
+    check_scales(h);
+    const bool has_probabilities = heads_[h].kind == Kind::soft_cross_entropy && !call_.targets[h][1].tensors.empty();
     require(
-        steps >= 1 && steps_of(predictions, call_.batch_first) == steps,
-        {"prediction", head},
-        "has another number of steps");
-    require(
-        heads_.has_target(h) ? !targets.tensors.empty() && steps_of(targets, call_.batch_first) == steps
-                             : targets.tensors.empty(),
-        {"target", head},
-        "has another number of steps");
-    const at::Tensor& first = predictions.tensors[0];
-    require(first.dim() >= predictions.leading_dims(), {"prediction", head}, first);
-    const at::IntArrayRef sizes = predictions.sizes(0);
-    const bool has_form = has_any_form(h, [=](const Form& form) { return has_dims(form.prediction_dims, sizes); }) &&
-                          has_elements(sizes) && (!heads_[h].has_support() || sizes[0] == heads_[h].support.num_bins);
-    each_entry("prediction", h, predictions, [&](const at::Tensor& tensor) {
-      return has_form && has_element(tensor) && has_shape(tensor, predictions, sizes);
-    });
-    each_entry("target", h, targets, [&](const at::Tensor& tensor) { return is_target(h, tensor, sizes); });
+        !has_probabilities || heads_[h].label_smoothing == 0,
+        {"target", static_cast<int64_t>(h)},
+        "has classes, which cannot be smoothed");
   }
 
-  static bool has_dims(int64_t dims, at::IntArrayRef sizes) {
-    return dims == static_cast<int64_t>(sizes.size());
+  std::vector<FieldOfHead> fields_of(size_t h) const {
+    std::vector<FieldOfHead> fields;
+    const auto add = [&](const char* argument, const auto& entries, const auto& names, auto of_form) {
+      for (size_t i = 0; i < entries.size(); ++i) {
+        const Part part{argument, static_cast<int64_t>(h), -1, i < names.size() ? names[i] : nullptr};
+        fields.push_back({part, entries[i], of_form, i});
+      }
+    };
+    add("prediction", call_.predictions[h], heads_.kind(h).prediction, &Form::prediction);
+    add("target", call_.targets[h], heads_.kind(h).target, &Form::target);
+    return fields;
   }
 
-  static bool has_elements(at::IntArrayRef sizes) {
-    return std::all_of(sizes.begin(), sizes.end(), [](int64_t size) { return size >= 1; });
+  // The form with these fields, which their first tensors have.
+  const Form& form_of(size_t h, const std::vector<FieldOfHead>& fields) const {
+    std::vector<const Form*> possible;
+    for (const Form& form : heads_.forms(h)) {
+      possible.push_back(&form);
+    }
+    for (const FieldOfHead& field : fields) {
+      const auto differs = [&](const Form* form) {
+        const std::vector<const char*>& patterns = form->*field.fields;
+        return field.index < patterns.size() ? !is_like(h, field, patterns[field.index])
+                                             : !field.entries.tensors.empty();
+      };
+      possible.erase(std::remove_if(possible.begin(), possible.end(), differs), possible.end());
+      if (possible.empty()) {
+        require(!field.entries.tensors.empty(), field.part, "is missing");
+        require(false, field.part, field.entries.tensors[0]);
+      }
+    }
+    return *possible[0];
   }
 
-  // True if a target has the dtype and the sizes of one of the head's forms, given the sizes of the prediction.
-  bool is_target(size_t h, const at::Tensor& tensor, at::IntArrayRef prediction_sizes) const {
-    const Entries& targets = call_.targets[h];
-    const bool classes = tensor.scalar_type() == at::kLong;
-    const int64_t leading = targets.leading_dims();
-    if (tensor.dim() < leading) {
+  // True if a field is given as the pattern demands, and its first tensor has the dtype and the dimensions.
+  bool is_like(size_t h, const FieldOfHead& field, const char* pattern) const {
+    const bool is_given = !field.entries.tensors.empty();
+    if (*pattern == '-' || !is_given) {
+      return !is_given && (*pattern == '-' || (*pattern == '?' && !heads_.reads(h, field.part.field)));
+    }
+    if (*pattern == '?' && !heads_.reads(h, field.part.field) &&
+        std::string(field.part.field) == "reference_log_probs") {
       return false;
     }
-    const at::IntArrayRef sizes = tensor.sizes().slice(leading);
-    const bool has_form = has_any_form(h, [=](const Form& form) {
-      return form.classes == classes && has_dims(form.prediction_dims, prediction_sizes) &&
-             has_dims(form.target_dims, sizes) &&
-             (form.own_sizes ? has_elements(sizes) : sizes == prediction_sizes.slice(0, sizes.size()));
-    });
-    return has_form && (classes || has_element(tensor)) && has_shape(tensor, targets, sizes);
+    const at::Tensor& tensor = field.entries.tensors[0];
+    const std::string letters = letters_of(pattern);
+    const bool has_choices = letters.find('G') != std::string::npos && *pattern == '#';
+    return (*pattern == '#') == (tensor.scalar_type() == at::kLong) &&
+           (*pattern != '#' || !is_policy(heads_[h].kind) || has_choices == (heads_[h].num_choices > 0)) &&
+           tensor.dim() == field.entries.leading_dims() + static_cast<int64_t>(letters.size());
   }
 
-  template <class Predicate>
-  bool has_any_form(size_t h, Predicate predicate) const {
-    const std::vector<Form>& forms = heads_.forms(h);
-    return std::any_of(forms.begin(), forms.end(), predicate);
+  static std::string letters_of(const char* pattern) {
+    return *pattern == '#' || *pattern == '?' ? pattern + 1 : pattern;
   }
 
-  // True if the tensor has the call's batch size, and these sizes after the batch and step dimensions.
-  bool has_shape(const at::Tensor& tensor, const Entries& entries, at::IntArrayRef sizes) const {
-    const int64_t leading = entries.leading_dims();
-    return tensor.dim() == leading + static_cast<int64_t>(sizes.size()) && tensor.sizes().slice(leading) == sizes &&
-           tensor.size(call_.batch_dim(entries)) == call_.batch;
+  // The sizes of letters, as far as they are known.
+  struct Sizes {
+    int64_t of[128] = {};
+
+    explicit Sizes(const Head& head) {
+      of[int('S')] = head.has_support() ? head.support.num_bins : 0;
+      of[int('G')] = head.num_choices;
+      of[int('A')] = head.num_choices > 0 ? head.choice_ends[head.num_choices - 1] : 0;
+    }
+    bool match(const std::string& letters, at::IntArrayRef sizes) {
+      for (size_t i = 0; i < letters.size(); ++i) {
+        int64_t& known = of[static_cast<int>(letters[i])];
+        known = known == 0 ? sizes[i] : known;
+        if (sizes[i] < 1 || sizes[i] != known) {
+          return false;
+        }
+      }
+      return true;
+    }
+  };
+
+  void check_entry(const FieldOfHead& field, const char* pattern, int64_t step, Sizes& sizes) const {
+    const Entries& entries = field.entries;
+    Part part = field.part;
+    part.entry = entries.stacked || !call_.steps ? -1 : step;
+    const at::Tensor& tensor = entries.tensors[entries.stacked ? 0 : step];
+    const std::string letters = letters_of(pattern);
+    require(
+        (*pattern == '#' ? tensor.scalar_type() == at::kLong : has_element(tensor)) && is_on_device(tensor) &&
+            tensor.dim() == entries.leading_dims() + static_cast<int64_t>(letters.size()) &&
+            tensor.size(call_.batch_dim(entries)) == call_.batch && sizes.match(letters, entries.sizes(step)),
+        part,
+        tensor);
+  }
+
+  // True if a letter stands for a size of several fields whose steps may differ.
+  static bool is_letter_shared(const Form& form) {
+    return form.prediction.size() + form.target.size() > 2;
+  }
+
+  // The rows of means and deviations are computed in one type.
+  void check_scales(size_t h) const {
+    const std::vector<Entries>& fields = call_.predictions[h];
+    for (size_t i = 0; i < fields.size(); ++i) {
+      for (const at::Tensor& tensor : fields[i].tensors) {
+        require(
+            (tensor.scalar_type() == at::kDouble) == (fields[0].tensors[0].scalar_type() == at::kDouble),
+            {"prediction",
+             static_cast<int64_t>(h),
+             -1,
+             heads_.kind(h).prediction.empty() ? nullptr : heads_.kind(h).prediction[i]},
+            tensor);
+      }
+    }
   }
 
   bool is_batch_by_steps(const at::Tensor& tensor) const {
     const int64_t batch_dim = call_.batch_dim();
-    return tensor.dim() == 2 && tensor.size(batch_dim) == call_.batch && tensor.size(1 - batch_dim) == call_.steps;
+    if (!call_.steps) {
+      return tensor.sizes() == at::IntArrayRef({call_.batch});
+    }
+    return tensor.dim() == 2 && tensor.size(batch_dim) == call_.batch && tensor.size(1 - batch_dim) == call_.num_steps;
   }
 
   bool is_on_device(const at::Tensor& tensor) const {
@@ -158,9 +239,9 @@ class Checks {
   bool fits(const StepNumbers& numbers) const {
     if (numbers.tensor.defined()) {
       return has_element(numbers.tensor) &&
-             (numbers.tensor.sizes() == at::IntArrayRef({call_.steps}) || is_batch_by_steps(numbers.tensor));
+             (numbers.tensor.sizes() == at::IntArrayRef({call_.num_steps}) || is_batch_by_steps(numbers.tensor));
     }
-    return numbers.numbers.empty() || static_cast<int64_t>(numbers.numbers.size()) == call_.steps;
+    return numbers.numbers.empty() || static_cast<int64_t>(numbers.numbers.size()) == call_.num_steps;
   }
 
   // Half types round counts.
@@ -179,34 +260,58 @@ class Checks {
     }
   }
 
-  // Raises if an unmasked class is out of range, for which the kernel would return NaN. Classes on a device are not
-  // checked, because reading them would synchronize.
+  // Raises if an unmasked class or action is out of range, for which the kernel would return NaN. Those on a device are
+  // not checked, because reading them would synchronize.
   void check_classes(size_t h) const {
-    const Entries& targets = call_.targets[h];
-    if (targets.tensors.empty() || !targets.tensors[0].is_cpu()) {
+    if (call_.targets[h].empty() || call_.targets[h][0].tensors.empty()) {
       return;
     }
-    const int64_t first_step = heads_[h].first_step, number = call_.predictions[h].tensors[0].size(-1);
+    const Entries& targets = call_.targets[h][0];
+    const int64_t first_step = heads_[h].first_step, width = call_.predictions[h][0].tensors[0].size(-1);
+    if (!targets.tensors[0].is_cpu() || targets.tensors[0].scalar_type() != at::kLong) {
+      return;
+    }
     const StepMask mask = call_.step_mask(h);
-    for (int64_t k = 0; k < call_.steps - first_step; ++k) {
-      const Rows classes = call_.rows_of(targets, k);
-      if (classes.element != Element::int64) {
-        continue;
-      }
+    for (int64_t k = 0; k < call_.num_steps - first_step; ++k) {
+      const Rows rows = call_.rows_of(targets, k);
+      const at::IntArrayRef sizes = targets.sizes(k);
+      const int64_t count = sizes.empty() ? 1 : sizes[0];
+      const int64_t stride = sizes.empty() ? 0 : targets.tensors[targets.stacked ? 0 : k].stride(-1);
       for (int64_t b = 0; b < call_.batch; ++b) {
-        const int64_t chosen = static_cast<const int64_t*>(classes.data)[b * classes.stride];
-        TORCH_CHECK_VALUE(
-            !mask.includes(b, first_step + k) || (chosen >= 0 && chosen < number),
-            "multi_step_loss: ",
-            heads_.words({"target", static_cast<int64_t>(h), k}),
-            " must be classes from 0 to ",
-            number - 1,
-            ", but sample ",
-            b,
-            " has ",
-            chosen);
+        for (int64_t i = 0; i < count && mask.includes(b, first_step + k); ++i) {
+          const int64_t chosen = static_cast<const int64_t*>(rows.data)[b * rows.stride + i * stride];
+          const int64_t number = num_classes(heads_[h], i, width);
+          if (chosen < 0 || chosen >= number) {
+            reject_class(h, k, b, i, number, chosen);
+          }
+        }
       }
     }
+  }
+
+  // The number of classes of element i of a target.
+  static int64_t num_classes(const Head& head, int64_t i, int64_t width) {
+    return head.num_choices == 0 ? width : head.choice_ends[i] - (i == 0 ? 0 : head.choice_ends[i - 1]);
+  }
+
+  void reject_class(size_t h, int64_t step, int64_t sample, int64_t index, int64_t number, int64_t chosen) const {
+    const std::vector<const char*>& names = heads_.kind(h).target;
+    const bool has_name = is_policy(heads_[h].kind) || call_.targets[h].back().tensors.size() > 0;
+    const Part part{"target", static_cast<int64_t>(h), step, names.empty() || !has_name ? nullptr : names[0]};
+    const bool has_choices = heads_[h].num_choices > 0;
+    TORCH_CHECK_VALUE(
+        false,
+        "multi_step_loss: ",
+        heads_.words(part),
+        " must be ",
+        is_policy(heads_[h].kind) ? "actions" : "classes",
+        " from 0 to ",
+        number - 1,
+        has_choices ? c10::str(" in choice ", index) : "",
+        ", but sample ",
+        sample,
+        " has ",
+        chosen);
   }
 
   const Heads& heads_;

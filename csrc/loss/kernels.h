@@ -4,6 +4,7 @@
 
 #include "../cuda/table.h"
 #include "../formulas/element.h"
+#include "../formulas/policy.h"
 #include "../formulas/support.h"
 
 namespace gradscale {
@@ -11,21 +12,22 @@ namespace gradscale {
 // The output of a row next to its loss: the decoded value, for a head with a support, or the entropy.
 enum class Detail : int32_t { none, expected, entropy };
 
-// The kinds of heads: name, detail, and the forms that rows may have. A form has four parts: the number of dimensions
-// of a prediction after the batch; the same of its target (-1: no target); true if the target is an int64 class; and
-// true if the sizes of the target may differ from the prediction's (false if left out).
+// The kinds of heads, with their detail. call.cpp has the tensors that each takes.
 // clang-format off
-#define GRADSCALE_KINDS(kind)                                        \
-  kind(two_hot, expected, {1, 0, false})                             \
-  kind(hl_gauss, expected, {1, 0, false})                            \
-  kind(soft_cross_entropy, entropy, {1, 1, false}, {1, 0, true})     \
-  kind(mean_squared_error, none, {0, 0, false}, {1, 1, false})       \
-  kind(huber, none, {0, 0, false}, {1, 1, false})                    \
-  kind(binary_cross_entropy, none, {0, 0, false})                    \
-  kind(negative_cosine, none, {1, 1, false})                         \
-  kind(quantile_huber, none, {1, 1, false, true})                    \
-  kind(categorical_kl, none, {2, 2, false})                          \
-  kind(per_step_loss, none, {0, -1, false})
+#define GRADSCALE_KINDS(kind)                \
+  kind(two_hot, expected)                    \
+  kind(hl_gauss, expected)                   \
+  kind(soft_cross_entropy, entropy)          \
+  kind(mean_squared_error, none)             \
+  kind(huber, none)                          \
+  kind(binary_cross_entropy, none)           \
+  kind(negative_cosine, none)                \
+  kind(quantile_huber, none)                 \
+  kind(categorical_kl, none)                 \
+  kind(per_step_loss, none)                  \
+  kind(policy_gradient, entropy)             \
+  kind(gaussian_policy_gradient, entropy)    \
+  kind(clipped_squared_error, none)
 // clang-format on
 
 #define GRADSCALE_ENUMERATOR(name, ...) name,
@@ -37,9 +39,9 @@ inline bool has_logits(Kind kind) {
   return kind == Kind::two_hot || kind == Kind::hl_gauss || kind == Kind::soft_cross_entropy;
 }
 
-// True if the largest logit of a head is an output.
-inline bool has_largest_logit(Kind kind) {
-  return has_logits(kind) || kind == Kind::categorical_kl;
+// True for the heads that have the log-probability of an action.
+GRADSCALE_HOST_DEVICE bool is_policy(Kind kind) {
+  return kind == Kind::policy_gradient || kind == Kind::gaussian_policy_gradient;
 }
 
 // The numbers that describe a head, named as in `numbers()` of gradscale_ext/heads.py. The numbers of its support are
@@ -58,7 +60,12 @@ inline bool has_largest_logit(Kind kind) {
   number(bool, sum_over_quantiles)          \
   number(double, unimix)                    \
   number(double, free_nats)                 \
-  number(bool, predicts_p)
+  number(bool, predicts_p)                  \
+  number(Surrogate, surrogate)              \
+  number(double, clip_low)                  \
+  number(double, clip_high)                 \
+  number(double, dual_clip)                 \
+  number(double, kl_weight)
 // clang-format on
 
 // One head as the user describes it: a dataclass of gradscale_ext/heads.py.
@@ -68,6 +75,8 @@ struct Head {
 #define GRADSCALE_MEMBER(type, name) type name;
   GRADSCALE_NUMBERS_OF_HEADS(GRADSCALE_MEMBER)
 #undef GRADSCALE_MEMBER
+  const int32_t* choice_ends; // on the host: where each choice of a policy ends in a row of logits
+  int32_t num_choices;        // 0: the row is one choice
 
   GRADSCALE_HOST_DEVICE bool has_support() const {
     return detail == Detail::expected;
@@ -88,7 +97,14 @@ struct alignas(16) HeadSums {
   double weighted_share; // the same with the head weight
   double squares;        // of the gradient
   double largest_logit;  // the maximum, not a sum
+  double divergence;     // of unmasked entries, from the policy that chose the actions
+  double clipped;        // the number of unmasked entries whose ratio is clipped
 };
+
+// The rows of a segment with fields, in Pass::fields from Segment::first_field on. The first field of a target is
+// Segment::target. Data is null where a field was left out. kChosenLogProbs is an output.
+constexpr int64_t kSecondField = 0; // of the heads with two fields
+enum PolicyField { kAdvantages, kLogProbs, kReferenceLogProbs, kChosenLogProbs, kLogStds, kLogStdsGradient };
 
 // A head at a step: B rows of predictions with their targets.
 struct Segment {
@@ -103,8 +119,15 @@ struct Segment {
   Slab loss;
   Slab detail;         // where the head has one
   RowMetrics* metrics; // by row
+  int64_t first_field; // in Pass::fields
+  bool wants_scales;   // kLogStdsGradient is given
+  bool shares_scales;  // all rows have the same log_stds: their gradients are no part of the metrics
   double step_weight = 1;
   double step_gradient_scale = 1;
+
+  GRADSCALE_HOST_DEVICE bool wants_gradient() const {
+    return gradient.data != nullptr || wants_scales;
+  }
 };
 
 // The weight of a sample at a step; null data means 1.
@@ -150,7 +173,8 @@ struct Coefficients {
   double head_weight_number = 1; // from the call's head_weights
   Rows head_weight_tensor;       // the same, if it is a tensor
   Slab share; // the head's share of the loss without its head weight, a scalar or one per sample; no data: not wanted
-  int64_t first_segment = 0; // of the head
+  int64_t first_segment = 0;     // of the head
+  Slab approx_kl, clip_fraction; // of a policy with log_probs
 
   GRADSCALE_HOST_DEVICE double share_factor() const {
     return entries == nullptr ? factor : factor / divisor_for(*entries);
@@ -179,6 +203,8 @@ struct Pass {
   const Head* heads;                // on the host, like the next two lists
   const Coefficients* coefficients; // by head
   const Segment* segments;          // segments of a head are adjacent, in the order of steps
+  const Rows* fields;               // of the segments that have some
+  int64_t num_fields;
   int64_t num_heads;
   int64_t num_segments;
   int64_t batch;
@@ -196,6 +222,7 @@ struct Pass {
 
   // These are for a device.
   bool counts_unmasked; // of some head
+  bool has_old_policy;  // some head has approx_kl
   Slab skipped;         // with skips_nonfinite: a copy of per_sample for the backward pass
   bool is_backward;     // computes only the gradients, for grad_output
   bool has_gradients;   // in a backward pass: those for grad_output 1 exist, and are kept if grad_output is a scalar 1
@@ -207,12 +234,29 @@ struct Pass {
   GRADSCALE_HOST_DEVICE RowFactor row_factor(const Segment& s, int64_t row) const {
     return coefficients[s.head - heads].row_factor(s, row, grad_output);
   }
+  // Sets the gradients of a row to 0, on a CPU.
+  void clear_gradients(const Segment& s, int64_t row) const {
+    const auto clear = [&](const Rows& gradient) {
+      if (gradient.data != nullptr) {
+        const int64_t size = element_size(gradient.element);
+        memset(static_cast<char*>(gradient.data) + row * gradient.stride * size, 0, s.width * size);
+      }
+    };
+    clear(s.gradient);
+    if (s.head->kind == Kind::gaussian_policy_gradient) {
+      clear(fields[s.first_field + kLogStdsGradient]);
+    }
+  }
   // Stores the outputs of a head.
   GRADSCALE_HOST_DEVICE void store_head(int64_t head, const Coefficients& c, const HeadSums& sums) const {
     head_means.store(head, sums.losses / (sums.unmasked < 1 ? 1 : sums.unmasked));
     head_losses.store(head, sums.weighted_share);
     head_gradient_norms.store(head, std::sqrt(sums.squares));
     max_abs_logit.store(head, sums.largest_logit);
+    if (c.approx_kl.data != nullptr) {
+      c.approx_kl.store(0, sums.divergence / (sums.unmasked < 1 ? 1 : sums.unmasked));
+      c.clip_fraction.store(0, sums.clipped / (sums.unmasked < 1 ? 1 : sums.unmasked));
+    }
     if (!each_sample && c.share.data != nullptr) {
       c.share.store(0, sums.share);
     }
@@ -236,6 +280,7 @@ struct RowRange {
   int32_t row_kind;        // the index of the kind of rows among the template arguments of loss_rows
   int32_t threads_per_row; // in TeamRows
   int64_t raw_centers;     // the offset in the table of the raw centres, in the type of sums; -1: none
+  int64_t choice_ends;     // the offset in the table of Head::choice_ends
 };
 
 // Sums over samples: their part of the loss, and the number of those whose loss is not finite.
@@ -259,6 +304,7 @@ struct DevicePass {
   int64_t heads;
   int64_t coefficients;
   int64_t segments;
+  int64_t fields;
   int64_t row_ranges;
   int64_t num_row_ranges;
   int64_t num_blocks;    // of loss_rows; with fewer, a block computes the rows of several

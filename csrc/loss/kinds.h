@@ -3,6 +3,7 @@
 
 #include "../formulas/targets.h"
 #include "own_heads.h"
+#include "policy_heads.h"
 #include "regression_heads.h"
 
 namespace gradscale {
@@ -14,11 +15,11 @@ struct RowOf {
 
 // Calls one of these functions: categorical(encode), where encode(scalar) returns the target over the bins; policy();
 // vector(RowOf<head>()), for rows of any number of elements; scalar(RowOf<head>()), for rows of one element,
-// whose targets have no transform; or own(RowOf<head>()), for a head with a row function of its own. A is the type of
-// sums.
-template <Kind kind, class A, class Categorical, class Policy, class Vector, class Scalar, class Own>
+// whose targets have no transform; own(RowOf<head>()), for a head with a row function of its own; or
+// scored(RowOf<head>()), for the heads of policy_heads.h. A is the type of sums.
+template <Kind kind, class A, class Categorical, class Policy, class Vector, class Scalar, class Own, class Scored>
 GRADSCALE_HOST_DEVICE void kind_rows(
-    const Head& head, Categorical categorical, Policy policy, Vector vector, Scalar scalar, Own own) {
+    const Head& head, Categorical categorical, Policy policy, Vector vector, Scalar scalar, Own own, Scored scored) {
   if constexpr (kind == Kind::two_hot) {
     categorical([&](double target) { return two_hot(target, head.support); });
   } else if constexpr (kind == Kind::hl_gauss) {
@@ -37,6 +38,12 @@ GRADSCALE_HOST_DEVICE void kind_rows(
     own(RowOf<QuantileHuber<A>>());
   } else if constexpr (kind == Kind::categorical_kl) {
     own(RowOf<CategoricalKL<A>>());
+  } else if constexpr (kind == Kind::policy_gradient) {
+    scored(RowOf<PolicyGradient<A>>());
+  } else if constexpr (kind == Kind::gaussian_policy_gradient) {
+    scored(RowOf<GaussianPolicyGradient<A>>());
+  } else if constexpr (kind == Kind::clipped_squared_error) {
+    scored(RowOf<ClippedSquaredError<A>>());
   } else {
     static_assert(kind == Kind::per_step_loss, "add the new kind of head to kind_rows");
     scalar(RowOf<PerStepLoss<A>>());
@@ -44,12 +51,13 @@ GRADSCALE_HOST_DEVICE void kind_rows(
 }
 
 // The same for a kind that is known only at run time.
-template <class A, class Categorical, class Policy, class Vector, class Scalar, class Own>
-void dispatch_kind(const Head& head, Categorical categorical, Policy policy, Vector vector, Scalar scalar, Own own) {
+template <class A, class Categorical, class Policy, class Vector, class Scalar, class Own, class Scored>
+void dispatch_kind(
+    const Head& head, Categorical categorical, Policy policy, Vector vector, Scalar scalar, Own own, Scored scored) {
   switch (head.kind) {
 #define GRADSCALE_CASE(name, ...) \
   case Kind::name:                \
-    return kind_rows<Kind::name, A>(head, categorical, policy, vector, scalar, own);
+    return kind_rows<Kind::name, A>(head, categorical, policy, vector, scalar, own, scored);
     GRADSCALE_KINDS(GRADSCALE_CASE)
 #undef GRADSCALE_CASE
   }

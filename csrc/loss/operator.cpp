@@ -1,7 +1,8 @@
 // The loss as a registered operator, which torch.compile and export keep in their graphs. The predictions of all heads
-// are one list, with a count for each head: the number of its tensors, or 0 for one tensor with a step dimension. The
-// targets are another such list, with a count of -1 for a head without a target. The heads are passed as records (see
-// Heads in call.h).
+// are one list, with a count for each field of each head: the number of its tensors, 0 for one tensor with a step
+// dimension, or -2 for one that was expanded from a tensor without dimensions of samples and steps. The targets are
+// another such list, with a count of -1 for no target or a field that was left out. The heads are passed as records
+// (see Heads in call.h).
 //
 // A number of a head that changes between the calls of a compiled function is a tensor of the graph: the overload
 // "varying" has one more argument, a list of scalars on the CPU, and each of them replaces a NaN in the record. A CUDA
@@ -24,6 +25,7 @@
 #include <array>
 #include <cmath>
 #include <iterator>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -81,10 +83,11 @@ std::string schema(const std::string& overload, const std::string& last) {
   return schema + last + ") -> Tensor[]";
 }
 
-// Reads the record of the heads.
-Heads heads_from(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> given) {
+// Reads the record of the heads. A tracer's numbers that vary have no values.
+Heads heads_from(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> given, bool reads_varying = true) {
   std::vector<double> numbers = given[kHeadNumbers].toDoubleVector();
-  const Tensors varying = op.schema().overload_name() == "varying" ? given.back().toTensorVector() : Tensors();
+  const bool varies = reads_varying && op.schema().overload_name() == "varying";
+  const Tensors varying = varies ? given.back().toTensorVector() : Tensors();
   size_t next = 0;
   for (double& number : numbers) {
     if (std::isnan(number) && next < varying.size()) {
@@ -95,29 +98,56 @@ Heads heads_from(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> given)
   return {given[kHeadNames].to<std::vector<std::string>>(), numbers};
 }
 
-// Splits a list of tensors into the entries of each head.
+constexpr int64_t kStacked = 0, kNone = -1, kShared = -2; // counts that are no numbers of tensors
+
+// Splits a list of tensors into entries.
 std::vector<Entries> entries_from(const c10::IValue& list, const std::vector<int64_t>& counts) {
   const Tensors tensors = list.toTensorVector();
-  std::vector<Entries> by_head;
+  std::vector<Entries> all;
   size_t next = 0;
   for (const int64_t count : counts) {
-    Entries& entries = by_head.emplace_back();
-    entries.stacked = count == 0;
-    const size_t end = next + (count < 0 ? 0 : std::max<int64_t>(count, 1));
+    Entries& entries = all.emplace_back();
+    entries.stacked = count == kStacked || count == kShared;
+    entries.shared = count == kShared;
+    const size_t end = next + (entries.stacked ? 1 : std::max<int64_t>(count, 0));
     TORCH_CHECK(end <= tensors.size(), "multi_step_loss: the counts add up to more tensors than the list has");
     entries.tensors.assign(tensors.begin() + next, tensors.begin() + end);
     next = end;
   }
   TORCH_CHECK(next == tensors.size(), "multi_step_loss: the counts add up to fewer tensors than the list has");
-  return by_head;
+  return all;
+}
+
+// Splits entries into those of each head.
+std::vector<std::vector<Entries>> by_head(
+    const std::vector<Entries>& all, const Heads& heads, const std::vector<const char*> KindOfHead::* names) {
+  std::vector<std::vector<Entries>> result;
+  auto next = all.begin();
+  for (size_t h = 0; h < heads.size(); ++h) {
+    const auto count = static_cast<int64_t>(Heads::num_fields(heads.kind(h).*names));
+    TORCH_CHECK(all.end() - next >= count, "multi_step_loss: there are fewer counts than fields");
+    result.emplace_back(next, next + count);
+    next += count;
+  }
+  TORCH_CHECK(next == all.end(), "multi_step_loss: there are more counts than fields");
+  return result;
 }
 
 // Reads a call from the operator's arguments.
-Call call_from(at::ArrayRef<c10::IValue> given) {
+Call call_from(at::ArrayRef<c10::IValue> given, const Heads& heads) {
   Call call;
-  call.predictions = entries_from(given[kPredictions], given[kPredictionCounts].toIntVector());
-  call.targets = entries_from(given[kTargets], given[kTargetCounts].toIntVector());
+  call.heads = &heads;
+  call.predictions = by_head(
+      entries_from(given[kPredictions], given[kPredictionCounts].toIntVector()), heads, &KindOfHead::prediction);
+  call.targets = by_head(entries_from(given[kTargets], given[kTargetCounts].toIntVector()), heads, &KindOfHead::target);
   Options::each(call, ArgumentReader{&given[kOptions]});
+  for (auto* both : {&call.predictions, &call.targets}) {
+    for (std::vector<Entries>& fields : *both) {
+      for (Entries& entries : fields) {
+        entries.stacked = entries.stacked && call.steps;
+      }
+    }
+  }
   const auto count = static_cast<int64_t>(given[kPredictions].toListRef().size());
   call.wants.resize(count);
   for (const int64_t index : given[kWants].toIntVector()) {
@@ -141,10 +171,9 @@ void append(Tensors& list, const Tensors& by_head) { // without undefined tensor
 void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const at::ArrayRef<c10::IValue> given = arguments_of(op, *stack);
   const Heads heads = heads_from(op, given);
-  Call call = call_from(given);
-  call.heads = &heads;
+  Call call = call_from(given, heads);
   Layout layout(call);
-  const c10::Device device = call.predictions.at(0).tensors.at(0).device();
+  const c10::Device device = given[kPredictions].toTensorVector().at(0).device();
   begin_pooled_call(device);
   for (JoinedGradients& joined : layout.joined) {
     joined.data = empty_gradient({joined.size.expect_int()}, at::TensorOptions(device).dtype(joined.data_type()));
@@ -193,7 +222,12 @@ void autograd_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
   }
   given[kWants] = wants;
-  const Call call = records ? call_from(at::ArrayRef<c10::IValue>(given, count)) : Call();
+  std::optional<Layout> layout;
+  if (records) {
+    const at::ArrayRef<c10::IValue> arguments(given, count);
+    const Heads heads = heads_from(op, arguments, /*reads_varying=*/false);
+    layout.emplace(call_from(arguments, heads));
+  }
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
     op.callBoxed(stack);
@@ -201,18 +235,17 @@ void autograd_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (!records) {
     return;
   }
-  Layout layout(call);
   const Tensors results = stack->back().toTensorVector();
-  size_t next = results.size() - layout.joined.size(); // gradients come last
-  for (JoinedGradients& joined : layout.joined) {
+  size_t next = results.size() - layout->joined.size(); // gradients come last
+  for (JoinedGradients& joined : layout->joined) {
     joined.data = results[next++];
   }
   Tensors shares; // of the head weights that are tensors; undefined where one gets no gradient
-  next = results.size() - layout.joined.size() - (differentiable.size() - predictions.size()); // before the gradients
+  next = results.size() - layout->joined.size() - (differentiable.size() - predictions.size()); // before the gradients
   for (size_t i = predictions.size(); i < differentiable.size(); ++i, ++next) {
     shares.push_back(differentiable[i].requires_grad() ? results[next] : at::Tensor());
   }
-  record_operator(results.front(), differentiable, std::move(layout), std::move(shares));
+  record_operator(results.front(), differentiable, std::move(*layout), std::move(shares));
 }
 
 constexpr std::array<const char*, 2> names{"multi_step_loss", "multi_step_loss.varying"};

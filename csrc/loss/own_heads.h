@@ -118,8 +118,8 @@ struct CategoricalKL {
   }
 };
 
-// The loss of quantiles x_i at the fractions tau_i = (2 i + 1) / (2 N) against samples t_j of a target (Dabney et al.
-// 2018). With u = t_j - x_i and s = clamp(u / kappa, -1, 1) a pair adds
+// The loss of quantiles x_i at the fractions tau_i = (2 i + 1) / (2 N), or at given ones, against samples t_j of a
+// target (Dabney et al. 2018). With u = t_j - x_i and s = clamp(u / kappa, -1, 1) a pair adds
 //
 //   |tau_i - 1[u < 0]| huber(u) / kappa = |tau_i - 1[u < 0]| |s| (|u| - min(|u|, kappa) / 2),
 //
@@ -153,6 +153,14 @@ struct QuantileHuber {
     const double twice = 2 * static_cast<double>(i) + 1;
     const double unit = share / (2 * count);
     return {static_cast<A>(twice * unit), static_cast<A>((twice - 2 * count) * unit)};
+  }
+  // The same for fractions that were sampled, if they are given (IQN, Dabney et al. 2018b).
+  GRADSCALE_HOST_DEVICE QuantileWeights<A> weights(const Rows& fractions, int64_t row, int64_t i) const {
+    if (fractions.data == nullptr) {
+      return weights(i);
+    }
+    const double tau = fractions.load(row, i);
+    return {static_cast<A>(tau * share), static_cast<A>((tau - 1) * share)};
   }
   // Adds a pair to the loss of a quantile and to the negative derivative.
   GRADSCALE_HOST_DEVICE void add(A u, A above, A below, A& loss, A& slope) const {

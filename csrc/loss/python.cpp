@@ -44,9 +44,13 @@ class LossReader {
   Call read(py::handle predictions, py::handle targets, py::handle options) {
     Call call;
     call.heads = &plan_.table;
-    call.predictions = all_entries("prediction", predictions, &LossReader::tensor);
-    call.targets = all_entries("target", targets, &LossReader::constant);
+    const PyObject* steps = PyTuple_GET_ITEM(options.ptr(), static_cast<Py_ssize_t>(Option::steps));
+    require(steps == Py_True || steps == Py_False, {"steps"}, "is not a bool");
+    has_steps_ = steps == Py_True;
+    call.predictions = all_fields("prediction", predictions, &KindOfHead::prediction, &LossReader::tensor);
+    call.targets = all_fields("target", targets, &KindOfHead::target, &LossReader::constant);
     read_options(options, call);
+    expand_scales(call);
     const bool records = at::GradMode::is_enabled();
     call.each_prediction([&](const Entries&, const at::Tensor& prediction, size_t) {
       call.wants.push_back(records && prediction.requires_grad());
@@ -79,12 +83,13 @@ class LossReader {
     Entries entries;
     PyObject* items = given.ptr();
     if (!PyList_Check(items) && !PyTuple_Check(items)) {
-      entries.stacked = true;
+      entries.stacked = has_steps_;
       entries.tensors.push_back((this->*read)(given, part));
       return entries;
     }
     const Py_ssize_t count = PySequence_Fast_GET_SIZE(items);
     require(count > 0, part, "is empty");
+    require(has_steps_, part, "is a list without steps");
     entries.tensors.reserve(count);
     for (part.entry = 0; part.entry < count; ++part.entry) {
       entries.tensors.push_back((this->*read)(PySequence_Fast_GET_ITEM(items, part.entry), part));
@@ -92,20 +97,72 @@ class LossReader {
     return entries;
   }
 
+  // The fields of a prediction or target: a tensor or list, or a dict of them by these names.
+  std::vector<Entries> fields(
+      Part part,
+      py::handle given,
+      const std::vector<const char*>& names,
+      bool may_be_tensor,
+      Read<at::Tensor> read) const {
+    std::vector<Entries> by_field(Heads::num_fields(names));
+    if (!PyDict_Check(given.ptr())) {
+      require(names.empty() || may_be_tensor, part, "is not a dict");
+      by_field[0] = entries(part, given, read);
+      return by_field;
+    }
+    Py_ssize_t found = 0;
+    for (size_t i = 0; i < names.size(); ++i) {
+      part.field = names[i];
+      PyObject* value = PyDict_GetItemString(given.ptr(), names[i]);
+      require(value != nullptr || !may_be_tensor, part, "is missing");
+      if (value != nullptr) {
+        by_field[i] = entries(part, value, read);
+        ++found;
+      }
+    }
+    part.field = nullptr;
+    require(found == PyDict_Size(given.ptr()), part, "names what is not a field");
+    return by_field;
+  }
+
   // The predictions or targets of all heads, from a dict. A head without a target has none, or None.
-  std::vector<Entries> all_entries(const char* argument, py::handle given, Read<at::Tensor> read) const {
+  std::vector<std::vector<Entries>> all_fields(
+      const char* argument,
+      py::handle given,
+      const std::vector<const char*> KindOfHead::* names,
+      Read<at::Tensor> read) const {
     require(PyDict_Check(given.ptr()), {argument}, "is not a dict");
-    std::vector<Entries> by_head(plan_.table.size());
+    std::vector<std::vector<Entries>> by_head(plan_.table.size());
     Py_ssize_t found = 0;
     for (size_t h = 0; h < by_head.size(); ++h) {
+      const KindOfHead& kind = plan_.table.kind(h);
       PyObject* value = PyDict_GetItem(given.ptr(), plan_.names[h].ptr());
       found += value != nullptr ? 1 : 0;
       if (value != nullptr && value != Py_None) {
-        by_head[h] = entries({argument, static_cast<int64_t>(h)}, value, read);
+        const bool may_be_tensor = names == &KindOfHead::target && kind.may_be_tensor;
+        by_head[h] = fields({argument, static_cast<int64_t>(h)}, value, kind.*names, may_be_tensor, read);
+      } else {
+        by_head[h].resize(Heads::num_fields(kind.*names));
       }
     }
     require(found == PyDict_Size(given.ptr()), {argument}, "names what is not a head");
     return by_head;
+  }
+
+  // Expands the deviations [D] of a Gaussian policy, which all samples and steps share.
+  void expand_scales(Call& call) const {
+    for (std::vector<Entries>& fields : call.predictions) {
+      Entries& scales = fields.back();
+      if (fields.size() > 1 && scales.tensors.size() == 1 && scales.tensors[0].dim() == 1) {
+        const at::Tensor& means = fields[0].tensors.at(0);
+        std::vector<int64_t> sizes = means.sizes().vec();
+        if (has_steps_ && !fields[0].stacked) {
+          sizes.insert(sizes.begin() + (call.batch_first ? 1 : 0), static_cast<int64_t>(fields[0].tensors.size()));
+        }
+        require(!sizes.empty() && sizes.back() == scales.tensors[0].size(0), {"prediction"}, "has other deviations");
+        scales = {{scales.tensors[0].expand(sizes)}, has_steps_, true};
+      }
+    }
   }
 
   // ---- Options ------------------------------------------------------------------------------------------------------
@@ -219,6 +276,7 @@ class LossReader {
     require(is_by_head(head_weights), {"head_weights"}, "is not a dict");
     require(is_by_head(num_entries), {"num_entries"}, "is not a dict");
     call.batch_first = batch_first.ptr() == Py_True;
+    call.steps = has_steps_;
     steps_ = call.count_steps();
     read_by_head("step_weights", given(Option::step_weights), call.step_weights, &LossReader::step_numbers);
     const py::handle gradient_scale = given(Option::step_gradient_scale);
@@ -233,6 +291,7 @@ class LossReader {
   }
 
   const Plan& plan_;
+  bool has_steps_ = true;
   int64_t steps_ = 0; // T
 };
 
@@ -248,17 +307,26 @@ at::Tensor number_of(const at::Tensor& numbers, size_t head) {
 py::dict outputs_to_python(const Plan& plan, const Call& call) {
   const Outputs& outputs = call.outputs;
   py::dict per_step, details[3]; // indexed by Detail
-  py::dict head_means, head_losses, head_gradient_norms, max_abs_logit;
+  py::dict head_means, head_losses, head_gradient_norms, max_abs_logit, log_probs, approx_kl, clip_fraction;
   for (size_t h = 0; h < plan.table.size(); ++h) {
     const py::object& name = plan.names[h];
     per_step[name] = outputs.per_step[h];
-    details[static_cast<size_t>(plan.table[h].detail)][name] = outputs.details[h];
+    if (call.has_detail(h)) {
+      details[static_cast<size_t>(plan.table[h].detail)][name] = outputs.details[h];
+    }
+    if (is_policy(plan.table[h].kind)) {
+      log_probs[name] = outputs.log_probs[h];
+    }
+    if (call.has_old_policy(h)) {
+      approx_kl[name] = outputs.approx_kl[h];
+      clip_fraction[name] = outputs.clip_fraction[h];
+    }
     head_means[name] = number_of(outputs.head_means, h);
     head_losses[name] = number_of(outputs.head_losses, h);
     if (call.wants_head(h)) {
       head_gradient_norms[name] = number_of(outputs.head_gradient_norms, h);
     }
-    if (has_largest_logit(plan.table[h].kind)) {
+    if (call.has_logits(h)) {
       max_abs_logit[name] = number_of(outputs.max_abs_logit, h);
     }
   }
@@ -273,6 +341,9 @@ py::dict outputs_to_python(const Plan& plan, const Call& call) {
   result["head_gradient_norms"] = head_gradient_norms;
   result["max_abs_logit"] = max_abs_logit;
   result["num_nonfinite"] = outputs.num_nonfinite;
+  result["log_probs"] = log_probs;
+  result["approx_kl"] = approx_kl;
+  result["clip_fraction"] = clip_fraction;
   return result;
 }
 
@@ -326,6 +397,16 @@ Plan::Plan(py::dict heads, const std::vector<std::string>& head_names, const std
 void define_loss(py::module_& m) {
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan").def(py::init(&make_plan));
   m.def("multi_step_loss", &multi_step_loss);
+  m.def("fields", [] { // kind of head -> names of the fields of predictions and of targets
+    py::dict fields;
+    for (const KindOfHead& kind : kinds()) {
+      const auto names = [](const std::vector<const char*>& given) {
+        return given.empty() ? std::vector<std::string>{""} : std::vector<std::string>(given.begin(), given.end());
+      };
+      fields[py::str(kind.name)] = py::make_tuple(names(kind.prediction), names(kind.target));
+    }
+    return fields;
+  });
   m.def("outputs", [] { // name -> true for a list by head; in the order in which the operator returns them
     const Outputs none;
     py::dict outputs;

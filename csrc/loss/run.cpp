@@ -120,13 +120,8 @@ void add_head(
 
 void clear_gradients(const Pass& pass, int64_t sample) {
   for (int64_t s = 0; s < pass.num_segments; ++s) {
-    const Segment& segment = pass.segments[s];
-    segment.metrics[sample].gradient_square = 0;
-    if (segment.gradient.data != nullptr) {
-      const int64_t size = element_size(segment.gradient.element);
-      char* row = static_cast<char*>(segment.gradient.data) + sample * segment.gradient.stride * size;
-      std::fill(row, row + segment.width * size, 0);
-    }
+    pass.segments[s].metrics[sample].gradient_square = 0;
+    pass.clear_gradients(pass.segments[s], sample);
   }
 }
 
@@ -143,6 +138,24 @@ void add_metrics(const Pass& pass, const Segment* segments, int64_t steps, HeadS
   }
   sums.squares = squares;
   sums.largest_logit = largest;
+}
+
+// Adds up the differences of a policy from the one that chose the actions. `segments` are the segments of this head.
+template <class T>
+void add_policy(
+    const Pass& pass, const Head& head, const Coefficients& coefficients, const Segment* segments, HeadSums& sums) {
+  const PolicyScore<T> formula(head);
+  for (int64_t t = 0; t < pass.steps_of(head); ++t) {
+    const Rows *fields = pass.fields + segments[t].first_field, &chosen = fields[kChosenLogProbs];
+    const T* log_probs = static_cast<const T*>(chosen.data);
+    for (int64_t b = 0; b < pass.batch; ++b) {
+      if (coefficients.mask.includes(b, segments[t].step)) {
+        const T log_prob = log_probs[b * chosen.stride], old = static_cast<T>(fields[kLogProbs].load(b));
+        sums.divergence += formula.divergence_from_old(log_prob, old);
+        sums.clipped += formula.is_clipped(log_prob, old) ? 1 : 0;
+      }
+    }
+  }
 }
 
 // Stores the loss L_b of each sample, the loss of the call, the means and shares of the heads, and the number of
@@ -197,6 +210,9 @@ void reduce(const Pass& pass) {
   for (int64_t h = 0; h < pass.num_heads; ++h) {
     const int64_t steps = pass.steps_of(pass.heads[h]);
     add_metrics(pass, segments, steps, sums[h]);
+    if (pass.coefficients[h].approx_kl.data != nullptr) {
+      add_policy<T>(pass, pass.heads[h], pass.coefficients[h], segments, sums[h]);
+    }
     pass.store_head(h, pass.coefficients[h], sums[h]);
     segments += steps;
   }

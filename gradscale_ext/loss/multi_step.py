@@ -32,7 +32,7 @@ from ..call.ranks import for_all_ranks
 from ..call.validate import Call, check_heads, validate
 from ..call.values import check_values
 from ..heads import Head, SoftCrossEntropy, TwoHot, record_of
-from ..policy_heads import ClippedSquaredError, GaussianPolicyGradient, PolicyGradient, PolicyHead
+from ..policy_heads import ClippedSquaredError, GaussianPolicyGradient, PolicyGradient
 from ..support import Support
 from .compiled import can_compile, is_compiler_error, loss_by_compiler
 from .operator import call_operator
@@ -70,21 +70,8 @@ def empty_cache() -> int:
     return _C.release_gradient_pool()
 
 
-def _is_known_to_the_kernels(heads: Mapping[str, Head]) -> bool:
-    """TEMPORARY, until csrc/loss has these heads: the reference computes them."""
-    return not any(isinstance(head, PolicyHead | ClippedSquaredError) for head in heads.values())
-
-
-def _fits_the_kernels(heads: Any, predictions: Any, targets: Any, options: Options) -> bool:
-    """TEMPORARY, until csrc/loss reads fields, and calls without steps."""
-    has_fields = any(isinstance(entries, dict) for given in (predictions, targets) for entries in given.values())
-    return options.steps and not has_fields and _is_known_to_the_kernels(heads)
-
-
 def _make_plan(heads: Mapping[str, Head]) -> Any:
     check_heads(heads)
-    if not _is_known_to_the_kernels(heads):
-        return None
     return _C.Plan(dict(heads), *record_of(heads.values()))
 
 
@@ -270,8 +257,7 @@ def _run(
         if (plan is None or type(given) not in _AS_GIVEN) and is_mapping(given):
             as_given: dict[str, Any] = {name: as_dict(name, given)}
             options = options._replace(**as_given)
-    fits = _fits_the_kernels(heads, predictions, targets, options)  # TEMPORARY
-    is_eager = plan is not None and impl in ("auto", "fused") and fits
+    is_eager = plan is not None and impl in ("auto", "fused")
     needs_python = check or process_group is not None or normalize_importance_weights
     outputs = None
     if is_eager and not needs_python:
@@ -307,7 +293,7 @@ def _run(
         return loss_by_compiler(call, predictions, targets)
     is_transformed = _context.is_transformed()
     shows_operator = plan is None or _context.shows_operators()
-    if shows_operator and fits and not is_transformed and _all_plain(predictions) and _all_plain(targets):
+    if shows_operator and not is_transformed and _all_plain(predictions) and _all_plain(targets):
         return call_operator(call, predictions, targets)
     if impl == "fused":
         raise NotImplementedError(

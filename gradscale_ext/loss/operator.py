@@ -11,19 +11,22 @@ import torch
 
 from .. import _context
 from .._native import _C  # registers the operator
-from ..call.options import Entries, Options, maybe_transposed
+from ..call.options import Entries, FieldEntries, Options, maybe_transposed
 from ..call.output import MultiStepLossOutput
 from ..call.validate import Call
 from ..heads import DETAILS, record_of
 
-#: A count is the number of tensors in a head's list; these stand for one stacked tensor, and for no tensor.
-_STACKED, _NONE = 0, -1
+#: A count is the number of tensors in the list of a field; these stand for one stacked tensor, for no tensor, and for a
+#: stacked tensor that was expanded from one for all samples and steps.
+_STACKED, _NONE, _SHARED = 0, -1, -2
 #: Results of the operator, in its order: names, and True for a list by head.
 _OUTPUTS = _C.outputs()
+#: By kind of head, the names of the fields of predictions and of targets. A tensor without a name is the first field.
+_FIELDS = _C.fields()
 
 
 def call_operator(
-    call: Call, predictions: Mapping[str, Entries], targets: Mapping[str, Entries]
+    call: Call, predictions: Mapping[str, FieldEntries], targets: Mapping[str, FieldEntries]
 ) -> MultiStepLossOutput:
     """Compute the loss of a call whose arguments were checked."""
     heads = call.heads
@@ -42,8 +45,11 @@ def call_operator(
         by_head(weights.head_weights),
         by_head(weights.num_entries),
     ]
-    predicted = [_listed(predictions[name]) for name in heads]
-    wanted = [_listed(targets[name]) if head.has_target else ([], _NONE) for name, head in heads.items()]
+    predicted, wanted = [], []
+    for name, head in heads.items():
+        of_prediction, of_target = _FIELDS[head.kind]
+        predicted += _listed(_expanded(call, name, predictions[name]), of_prediction, call.shared(name))
+        wanted += _listed(targets.get(name), of_target)
     differentiable = call.heads_with_gradient()
     listed = itertools.chain.from_iterable(tensors for tensors, _ in predicted)
     # Autograd adds these too, but a compiler skips autograd if no output of its graph needs a gradient.
@@ -61,14 +67,19 @@ def call_operator(
         [math.nan if replaced else number for number, replaced in zip(numbers, varies, strict=True)],
         wants,
         *lists,
-        *call.options[len(lists) : 9],
+        *call.options[len(lists) :],
     ]
     operator = torch.ops.gradscale_ext.multi_step_loss
     results = operator.varying(*arguments, varying) if varying else operator.default(*arguments)
     left = iter(results)
+    with_log_probs = [name for name, head in heads.items() if head.kind in _POLICIES]
+    with_old_policy = [name for name in with_log_probs if "log_probs" in call.targets[name][0]]
     names_of = {
         "per_step": list(heads),
-        "details": [name for name, head in heads.items() if head.detail],
+        "details": [name for name, head in heads.items() if head.detail and call.has_distribution(name)],
+        "log_probs": with_log_probs,
+        "approx_kl": with_old_policy,
+        "clip_fraction": with_old_policy,
         "shares": list(weights.head_weights),
     }
     outputs: dict[str, Any] = {
@@ -80,13 +91,49 @@ def call_operator(
     for name in ("head_means", "head_losses", "head_gradient_norms", "max_abs_logit"):
         outputs[name] = dict(zip(heads, outputs[name].unbind(), strict=True))
     outputs["head_gradient_norms"] = {name: outputs["head_gradient_norms"][name] for name in differentiable}
-    outputs["max_abs_logit"] = {name: outputs["max_abs_logit"][name] for name in heads if heads[name].has_largest_logit}
+    outputs["max_abs_logit"] = {
+        name: outputs["max_abs_logit"][name]
+        for name, head in heads.items()
+        if head.has_largest_logit and call.has_distribution(name)
+    }
     for detail in ("expected", "entropy"):
         outputs[detail] = {name: tensor for name, tensor in details.items() if heads[name].detail == detail}
     return MultiStepLossOutput(**outputs)
 
 
-def _listed(entries: Entries) -> tuple[Sequence[torch.Tensor], int]:
+#: Kinds of heads that have the log-probability of an action.
+_POLICIES = ("policy_gradient", "gaussian_policy_gradient")
+
+
+def _expanded(call: Call, head: str, entries: FieldEntries) -> FieldEntries:
+    """The prediction of a head, with a dimension for samples and steps also in fields that all of them share."""
+    shared = call.shared(head)
+    if not shared or not isinstance(entries, Mapping):
+        return entries
+    steps = call.steps - call.heads[head].first_step
+    leading = (call.batch, steps) if call.options.batch_first else (steps, call.batch)
+    leading = leading if call.options.steps else (call.batch,)
+    return {
+        name: tensor.expand(*leading, -1) if name in shared else tensor  # type: ignore[union-attr]
+        for name, tensor in entries.items()
+    }
+
+
+def _listed(
+    entries: FieldEntries | None, names: Sequence[str], shared: Sequence[str] = ()
+) -> list[tuple[Sequence[torch.Tensor], int]]:
+    """For each field, its tensors and their count."""
+    if not isinstance(entries, Mapping):
+        alone = ([], _NONE) if entries is None else _counted(entries)
+        return [alone, *[([], _NONE)] * (len(names) - 1)]
+    listed: list[tuple[Sequence[torch.Tensor], int]] = []
+    for name in names:
+        tensors, count = _counted(entries[name]) if name in entries else ([], _NONE)
+        listed.append((tensors, _SHARED if name in shared else count))
+    return listed
+
+
+def _counted(entries: Entries) -> tuple[Sequence[torch.Tensor], int]:
     return ([entries], _STACKED) if isinstance(entries, torch.Tensor) else (entries, len(entries))
 
 
@@ -107,28 +154,43 @@ def _shapes(
     is_double = any(prediction.dtype == torch.float64 for prediction in predictions)
     sum_options: dict[str, Any] = {"device": device, "dtype": torch.float64 if is_double else torch.float32}
     step_dim = 1 if options.batch_first else 0
-    batch = predictions[0].shape[1 - step_dim if prediction_counts[0] == _STACKED else 0]
+    is_stacked = options.steps and prediction_counts[0] == _STACKED
+    batch = predictions[0].shape[1 - step_dim if is_stacked else 0]
     head_details = [DETAILS[int(number)] for name, number in zip(names, numbers, strict=True) if name == "detail"]
-    per_step, details = [], []
+    by_head: dict[str, list[torch.Tensor]] = {"per_step": [], "details": [], "log_probs": [], "approx_kl": []}
+    counts, wanted = iter(prediction_counts), iter(target_counts)
     first = 0
-    for count, detail in zip(prediction_counts, head_details, strict=True):
+    for kind, detail in zip([name for name in names if name in _FIELDS], head_details, strict=True):
+        of_prediction, of_target = _FIELDS[kind]
+        count, *others = itertools.islice(counts, len(of_prediction))
         steps = count or predictions[first].shape[step_dim]
-        size, stride = ((batch, steps), (steps, 1)) if options.batch_first else ((steps, batch), (1, steps))
-        per_step.append(torch.empty_strided(size, stride, **sum_options))
-        if detail:
-            details.append(torch.empty_strided(size, stride, **sum_options))
-        first += max(count, 1)
+        size: tuple[Any, ...] = (batch,)
+        stride: tuple[Any, ...] = (1,)
+        if options.steps:
+            size, stride = ((batch, steps), (steps, 1)) if options.batch_first else ((steps, batch), (1, steps))
+        leading = 2 if options.steps and count == _STACKED else 1
+        outputs_of_head = {"per_step": True, "details": detail, "log_probs": kind in _POLICIES}
+        if kind == "policy_gradient":
+            outputs_of_head["details"] = predictions[first].dim() > leading
+        for name, exists in outputs_of_head.items():
+            if exists:
+                by_head[name].append(torch.empty_strided(size, stride, **sum_options))
+        given = dict(zip(of_target, itertools.islice(wanted, len(of_target)), strict=True))
+        if kind in _POLICIES and given["log_probs"] != _NONE:
+            by_head["approx_kl"].append(torch.empty((), **sum_options))
+        first += sum([max(number, 1) for number in (count, *others)])
+    num_heads = len(head_details)
     loss_size = (batch,) if options.reduction == "none" else ()
     outputs: dict[str, Any] = {
         "loss": [torch.empty(loss_size, **sum_options)],
         "per_sample": [torch.empty((batch,), **sum_options)],
-        "head_means": [torch.empty((len(per_step),), **sum_options)],
-        "head_losses": [torch.empty((len(per_step),), **sum_options)],
-        "head_gradient_norms": [torch.empty((len(per_step),), **sum_options)],
-        "max_abs_logit": [torch.empty((len(per_step),), **sum_options)],
+        "head_means": [torch.empty((num_heads,), **sum_options)],
+        "head_losses": [torch.empty((num_heads,), **sum_options)],
+        "head_gradient_norms": [torch.empty((num_heads,), **sum_options)],
+        "max_abs_logit": [torch.empty((num_heads,), **sum_options)],
         "num_nonfinite": [torch.empty((), device=device, dtype=torch.int64)],
-        "per_step": per_step,
-        "details": details,
+        **by_head,
+        "clip_fraction": [torch.empty_like(tensor) for tensor in by_head["approx_kl"]],
         "shares": [
             torch.empty(loss_size, **sum_options) for weight in options.head_weights or () if weight is not None
         ],

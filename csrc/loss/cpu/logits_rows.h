@@ -72,13 +72,39 @@ void categorical_rows(const Segment& s, const RowBatch& row_batch, const Target*
 
 // Rows of logits over actions with a dense target: SoftCrossEntropy.
 
+// The probabilities of the classes that have one; without data if the target is a class, or has one for each logit.
+inline const Rows& probabilities_of(const Pass& pass, const Segment& s) {
+  return pass.fields[s.first_field + kSecondField];
+}
+
+inline bool is_class(const Pass& pass, const Segment& s) {
+  return s.target.element == Element::int64 && probabilities_of(pass, s).data == nullptr;
+}
+
+// Calls add(class, probability) for the classes of a row that have one. A class out of range, which is masked, is -1.
+template <class A, class Add>
+void each_class(const Pass& pass, const Segment& s, int64_t row, Add add) {
+  const Rows& probabilities = probabilities_of(pass, s);
+  const int64_t* classes = row_of<int64_t>(s.target, row);
+  for (int64_t k = 0; k < s.target_width; ++k) {
+    add(class_of(classes[k], s.width), static_cast<A>(probabilities.load(row, k)));
+  }
+}
+
 // Returns the smoothed target of a row: the row itself if it needs no conversion, otherwise `target`, to which it is
 // written. It does not contain the mass of a class, which add_class() adds. A class index out of range gives a row of
 // NaN.
 template <class A>
-const A* read_target(const Segment& s, int64_t row, A* target) {
+const A* read_target(const Pass& pass, const Segment& s, int64_t row, A* target) {
   if (s.target.element == kElementOf<A> && s.head->label_smoothing == 0) {
     return row_of<A>(s.target, row);
+  }
+  if (s.target.element == Element::int64 && !is_class(pass, s)) {
+    std::fill(target, target + s.width, A(0));
+    each_class<A>(pass, s, row, [&](int32_t chosen, A probability) {
+      target[std::max(chosen, 0)] += chosen < 0 ? static_cast<A>(NAN) : probability;
+    });
+    return target;
   }
   if (s.target.element == Element::int64) {
     const int32_t chosen = class_of(*row_of<int64_t>(s.target, row), s.width);
@@ -111,12 +137,17 @@ void add_class(const Segment& s, int64_t row, A maximum, A* target, A& mass, A& 
 }
 
 // sum_j t_j log t_j with t_j = target(j). The sum is a double: in float, many small equal terms would all be rounded
-// the same way.
+// the same way. Of classes with a probability, each is a term of its own, also if one comes twice.
 template <class A, class Target>
-A negative_entropy(int64_t width, Target target) {
+A negative_entropy(const Pass& pass, const Segment& s, int64_t row, Target target) {
   double sum = 0;
-  for (int64_t j = 0; j < width; ++j) {
-    sum += CrossEntropy<A, 0>::negative_entropy(target(j));
+  const auto add = [&](A t) { sum += CrossEntropy<A, 0>::negative_entropy(t); };
+  if (s.target.element == Element::int64 && !is_class(pass, s)) {
+    each_class<A>(pass, s, row, [&](int32_t, A probability) { add(probability); });
+  } else {
+    for (int64_t j = 0; j < s.width; ++j) {
+      add(target(j));
+    }
   }
   return static_cast<A>(sum);
 }
@@ -140,6 +171,7 @@ void store_policy(const Segment& s, const RowBatch& row_batch, const RowBatchSum
 
 template <class T, class A>
 void soft_cross_entropy_row(
+    const Pass& pass,
     const Segment& s,
     const RowBatch& row_batch,
     int64_t lane,
@@ -152,14 +184,14 @@ void soft_cross_entropy_row(
   const T* logits = row_of<T>(s.prediction, row);
   const Softmax<A> softmax = softmax_of<false>(logits, width, extremes, ahead_of<T>(s, row), scratch);
   A* own_target = second_row(softmax.values, width);
-  const A* target = read_target(s, row, own_target);
+  const A* target = read_target(pass, s, row, own_target);
   const A maximum = extremes.largest;
   const A* values = softmax.values;
   auto [moment, mass, correct] = sums_of<A>(width, softmax.before, [=](auto load) {
     const Lanes<A> difference = load(logits) - maximum, t = load(target);
     return std::array{Formula::weighted(load(values), difference), t, Formula::correct(t, difference)};
   });
-  if (s.target.element == Element::int64) {
+  if (is_class(pass, s)) {
     add_class<T>(s, row, maximum, own_target, mass, correct);
   }
   const A row_sums[] = {softmax.sum, mass, moment, correct};
@@ -167,7 +199,7 @@ void soft_cross_entropy_row(
     sums.at[k][lane] = row_sums[k];
   }
   sums.at[Formula::kNegativeEntropy][lane] =
-      s.head->subtract_target_entropy ? negative_entropy<A>(width, [=](int64_t j) { return target[j]; }) : A(0);
+      s.head->subtract_target_entropy ? negative_entropy<A>(pass, s, row, [=](int64_t j) { return target[j]; }) : A(0);
   if (s.gradient.data == nullptr) {
     return;
   }
@@ -184,10 +216,10 @@ void soft_cross_entropy_row(
 }
 
 template <class A>
-void soft_cross_entropy_rows(const Segment& s, const RowBatch& row_batch, A* scratch) {
+void soft_cross_entropy_rows(const Pass& pass, const Segment& s, const RowBatch& row_batch, A* scratch) {
   const RowBatchSums<A> sums =
       row_by_row<A>(s, row_batch, [&](auto type, int64_t i, Extremes<A> extremes, RowBatchSums<A>& row_sums) {
-        soft_cross_entropy_row<decltype(type)>(s, row_batch, i, extremes, scratch, row_sums);
+        soft_cross_entropy_row<decltype(type)>(pass, s, row_batch, i, extremes, scratch, row_sums);
       });
   store_policy(s, row_batch, sums);
 }

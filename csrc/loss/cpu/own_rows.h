@@ -70,7 +70,7 @@ A group_divergence(const CategoricalKL<A>& head, int64_t classes, A* x, A* t) {
 }
 
 template <class A>
-void own_row(const CategoricalKL<A>& head, const Segment& s, int64_t row, double coefficient, A* x) {
+void own_row(const CategoricalKL<A>& head, const Pass&, const Segment& s, int64_t row, double coefficient, A* x) {
   A* t = second_row(x, s.width);
   widen_row(s.prediction, row, s.width, x);
   s.metrics[row] = {0, largest_finite<A>(x, s.width)};
@@ -134,7 +134,9 @@ double write_slopes(const QuantileLanes<A>& lanes, int64_t count, A factor, G* o
 }
 
 template <class A>
-void own_row(const QuantileHuber<A>& head, const Segment& s, int64_t row, double coefficient, A* targets) {
+void own_row(
+    const QuantileHuber<A>& head, const Pass& pass, const Segment& s, int64_t row, double coefficient, A* targets) {
+  const Rows& fractions = pass.fields[s.first_field + kSecondField];
   A* x = second_row(targets, s.target_width);
   widen_row(s.prediction, row, s.width, x);
   widen_row(s.target, row, s.target_width, targets);
@@ -144,7 +146,7 @@ void own_row(const QuantileHuber<A>& head, const Segment& s, int64_t row, double
     const int64_t count = s.width - first < kLanes ? s.width - first : kLanes;
     QuantileLanes<A> lanes{};
     for (int64_t k = 0; k < count; ++k) {
-      const QuantileWeights<A> weights = head.weights(first + k);
+      const QuantileWeights<A> weights = head.weights(fractions, row, first + k);
       lanes.x[k] = x[first + k];
       lanes.above[k] = weights.above;
       lanes.below[k] = weights.below;

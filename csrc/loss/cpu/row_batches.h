@@ -38,13 +38,10 @@ const T* lane_row(const Rows& rows, const RowBatch& row_batch, int64_t lane) {
   return row_of<T>(rows, row_batch.first + (lane < row_batch.count ? lane : 0));
 }
 
-inline void clear_row(const Segment& s, int64_t row) {
+inline void clear_row(const Pass& pass, const Segment& s, int64_t row) {
   s.loss.store(row, 0.0);
   s.metrics[row] = {};
-  if (s.gradient.data != nullptr) {
-    const int64_t size = element_size(s.gradient.element);
-    memset(static_cast<char*>(s.gradient.data) + row * s.gradient.stride * size, 0, s.width * size);
-  }
+  pass.clear_gradients(s, row);
 }
 
 // The row batch that begins with row `first`, of up to 16 rows before row `end`.
@@ -58,10 +55,10 @@ inline RowBatch row_batch_of(const Pass& pass, const Segment& s, int64_t first, 
   return row_batch;
 }
 
-inline void clear_masked(const Segment& s, const RowBatch& row_batch) {
+inline void clear_masked(const Pass& pass, const Segment& s, const RowBatch& row_batch) {
   for (int64_t i = 0; i < row_batch.count; ++i) {
     if (!row_batch.unmasked[i]) {
-      clear_row(s, row_batch.first + i);
+      clear_row(pass, s, row_batch.first + i);
     }
   }
 }
@@ -73,7 +70,7 @@ void each_row_batch(const Pass& pass, const Segment& s, int64_t begin, int64_t e
   for (int64_t first = begin; first < end; first += kLanes) {
     const RowBatch row_batch = row_batch_of(pass, s, first, end);
     run(row_batch);
-    clear_masked(s, row_batch);
+    clear_masked(pass, s, row_batch);
   }
 }
 

@@ -31,6 +31,8 @@ const RunRows run_rows_kernel = GRADSCALE_CPU_KERNEL(run_rows);
 #include "regression_rows.h"
 #include "short_rows.h"
 
+#include "policy_rows.h"
+
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
@@ -58,7 +60,8 @@ void run_rows_of(const Pass& pass, const Segment& s, int64_t begin, int64_t end,
       },
       [&] {
         row_batches([&](const RowBatch& row_batch) {
-          side_by_side ? short_policy_rows<A>(s, row_batch) : soft_cross_entropy_rows(s, row_batch, scratch);
+          side_by_side ? short_policy_rows<A>(pass, s, row_batch)
+                       : soft_cross_entropy_rows(pass, s, row_batch, scratch);
         });
       },
       [&](auto tag) {
@@ -73,7 +76,11 @@ void run_rows_of(const Pass& pass, const Segment& s, int64_t begin, int64_t end,
       scalar,
       [&](auto tag) {
         using RowHead = typename decltype(tag)::Head;
-        each([&](int64_t row, double coefficient) { own_row(RowHead(*s.head, s), s, row, coefficient, scratch); });
+        each(
+            [&](int64_t row, double coefficient) { own_row(RowHead(*s.head, s), pass, s, row, coefficient, scratch); });
+      },
+      [&](auto tag) {
+        row_batches([&](const RowBatch& row_batch) { scored_rows(tag, pass, s, row_batch, scratch); });
       });
 }
 

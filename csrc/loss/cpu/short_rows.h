@@ -248,8 +248,17 @@ template <class A, class Target>
 
 // Reads the smoothed targets of short_policy_rows(). A class index out of range gives a row of NaN.
 template <class A>
-void read_target_columns(const Segment& s, const RowBatch& row_batch, Columns<A>& target) {
+void read_target_columns(const Pass& pass, const Segment& s, const RowBatch& row_batch, Columns<A>& target) {
   const int64_t width = s.width;
+  if (s.target.element == Element::int64 && !is_class(pass, s)) {
+    std::fill(target.at[0], target.at[width], A(0));
+    for (int64_t i = 0; i < row_batch.count; ++i) {
+      each_class<A>(pass, s, row_batch.first + i, [&](int32_t chosen, A probability) {
+        target.at[std::max(chosen, 0)][i] += chosen < 0 ? static_cast<A>(NAN) : probability;
+      });
+    }
+    return;
+  }
   if (s.target.element == Element::int64) {
     for (int64_t i = 0; i < kLanes; ++i) {
       const int32_t chosen = class_of(*lane_row<int64_t>(s.target, row_batch, i), width);
@@ -270,15 +279,15 @@ void read_target_columns(const Segment& s, const RowBatch& row_batch, Columns<A>
 
 // Short rows of policies: see soft_cross_entropy_row().
 template <class A>
-[[gnu::noinline]] void short_policy_rows(const Segment& s, const RowBatch& row_batch) {
+[[gnu::noinline]] void short_policy_rows(const Pass& pass, const Segment& s, const RowBatch& row_batch) {
   ShortRows<A> rows;
   read_columns(s.prediction, row_batch, s.width, rows.x);
-  read_target_columns(s, row_batch, rows.target);
+  read_target_columns(pass, s, row_batch, rows.target);
   RowBatchSums<A> sums = rows.template sums<true>(s.width);
-  for (int64_t i = 0; i < kLanes && s.head->subtract_target_entropy; ++i) {
+  for (int64_t i = 0; i < row_batch.count && s.head->subtract_target_entropy; ++i) {
     const A* first = &rows.target.at[0][i];
     sums.at[CrossEntropy<A, 0>::kNegativeEntropy][i] =
-        negative_entropy<A>(s.width, [=](int64_t j) { return first[j * kLanes]; });
+        negative_entropy<A>(pass, s, row_batch.first + i, [=](int64_t j) { return first[j * kLanes]; });
   }
   store_policy(s, row_batch, sums);
   with_entropy<Lanes<A>>(s, [&](auto formula) { rows.write_gradient(s, row_batch, sums, formula); });

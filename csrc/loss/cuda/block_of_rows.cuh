@@ -23,13 +23,14 @@ struct BlockOfRows {
   const Head& head;
   const Coefficients& coefficients;
   const Segment& segment;
-  int32_t index;  // of the block in the segment
-  int32_t thread; // of the block
-  char* shared;   // kSharedBytes of the kind of rows, aligned to 16 bytes
+  const Rows* fields; // of all segments
+  int32_t index;      // of the block in the segment
+  int32_t thread;     // of the block
+  char* shared;       // kSharedBytes of the kind of rows, aligned to 16 bytes
 
   GRADSCALE_DEVICE RowFactor factor_of(int64_t row) const {
     RowFactor result{coefficients.mask.includes(row, segment.step), 0};
-    if (segment.gradient.data != nullptr) {
+    if (segment.wants_gradient()) {
       result = coefficients.row_factor(segment, row, pass.grad_output);
     }
     const bool may_skip = pass.is_backward && pass.skipped.data != nullptr;

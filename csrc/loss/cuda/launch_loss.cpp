@@ -53,7 +53,7 @@ namespace {
 constexpr double kSmallestSigmaOfLanes = 0.1;
 constexpr double kLargestSigmaOfLanes = 2;
 
-RowLanes lanes_of(const Segment& segment) {
+RowLanes lanes_of(const Pass& pass, const Segment& segment) {
   const Head& head = *segment.head;
   const Rows& target = segment.target;
   if (head.kind == Kind::categorical_kl) {
@@ -64,6 +64,9 @@ RowLanes lanes_of(const Segment& segment) {
     return {};
   }
   if (head.kind == Kind::soft_cross_entropy) {
+    if (pass.fields[segment.first_field + kSecondField].data != nullptr) {
+      return {}; // few classes have a probability
+    }
     const Rows over_logits = target.element == Element::int64 ? Rows{} : target;
     return action_lanes(segment.width, segment.prediction, segment.gradient, over_logits);
   }
@@ -115,12 +118,12 @@ std::string type_of(const RowSpecification& rows) {
 }
 
 // Specifies the kernel for the rows of a segment.
-RowSpecification specification_of(const Segment& segment) {
+RowSpecification specification_of(const Pass& pass, const Segment& segment) {
   RowSpecification result{};
   result.kind = segment.head->kind;
   result.logits = segment.prediction.element;
   result.options = options_of(segment);
-  const RowLanes lanes = lanes_of(segment);
+  const RowLanes lanes = lanes_of(pass, segment);
   const bool is_divergence = result.kind == Kind::categorical_kl;
   if (lanes.per_row == 0) {
     return result;
@@ -190,7 +193,7 @@ class Launches {
     }
     argument_.rows_per_warp = balanced_rows_per_warp(pass.batch * pass.num_segments, multiprocessors());
     for (int64_t i = 0; i < pass.num_segments; ++i) {
-      if (!pass.is_backward || pass.segments[i].gradient.data != nullptr) {
+      if (!pass.is_backward || pass.segments[i].wants_gradient()) {
         add_to_row_range(i);
       }
     }
@@ -208,6 +211,7 @@ class Launches {
     argument_.heads = table_.add(pass.heads, pass.num_heads);
     argument_.coefficients = table_.add(pass.coefficients, pass.num_heads);
     argument_.segments = table_.add(pass.segments, pass.num_segments);
+    argument_.fields = table_.add(pass.fields, pass.num_fields);
     argument_.num_row_ranges = static_cast<int64_t>(row_ranges_.size());
     argument_.row_ranges = table_.add(row_ranges_.data(), argument_.num_row_ranges);
     argument_.table = table_.build(device);
@@ -266,7 +270,7 @@ class Launches {
         " and its target ",
         segment.target_width);
     const int32_t threads = threads_for_row(segment.width, element_size(segment.prediction.element), kRowThreads);
-    const RowSpecification specification = specification_of(segment);
+    const RowSpecification specification = specification_of(argument_.pass, segment);
     const auto found = std::find(row_kinds_.begin(), row_kinds_.end(), specification);
     const auto row_kind = static_cast<int32_t>(found - row_kinds_.begin());
     if (found == row_kinds_.end()) {
@@ -285,7 +289,8 @@ class Launches {
            static_cast<int32_t>(blocks),
            row_kind,
            threads,
-           add_raw_centers(segment)});
+           add_raw_centers(segment),
+           table_.add(segment.head->choice_ends, segment.head->num_choices)});
     }
     blocks_ += blocks;
     last_segment_ = index;

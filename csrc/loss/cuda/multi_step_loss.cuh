@@ -8,6 +8,7 @@
 #include "divergence_rows.cuh"
 #include "lane_losses.cuh"
 #include "own_rows.cuh"
+#include "policy_rows.cuh"
 #include "team_rows.cuh"
 #include "wide_rows.cuh"
 
@@ -36,10 +37,18 @@ struct TeamRows {
           const auto target = encode(block.segment.target.load(task.row));
           logits_row<T, options>(task, BinsOfRow<A, decltype(target)>{target});
         },
-        [&] { logits_row<T, options>(task, ActionsOfRow<A>{task.target, task.width}); },
+        [&] {
+          const Rows& probabilities = block.fields[block.segment.first_field + kSecondField];
+          if (probabilities.data != nullptr) {
+            logits_row<T, options>(task, ClassesOfRow<A>(task, probabilities));
+          } else {
+            logits_row<T, options>(task, ActionsOfRow<A>{task.target, task.width});
+          }
+        },
         [&](auto type) { vector_row<typename decltype(type)::Head, T, A>(task); },
         [&](auto type) { scalar_row<typename decltype(type)::Head, T, A>(task); },
-        [&](auto type) { own_row<T, options>(type, task); });
+        [&](auto type) { own_row<T, options>(type, task); },
+        [&](auto type) { scored_row<T>(type, task); });
   }
 };
 
@@ -110,10 +119,11 @@ loss_rows(GRADSCALE_ARGUMENT(DevicePass) device) {
         reinterpret_cast<const Head*>(table + device.heads)[head],
         reinterpret_cast<const Coefficients*>(table + device.coefficients)[head],
         reinterpret_cast<const Segment*>(table + device.segments)[uniform(row_range.first_segment + step)],
+        reinterpret_cast<const Rows*>(table + device.fields),
         place - step * row_range.blocks_per_segment,
         thread,
         reinterpret_cast<char*>(shared)};
-    const bool computes = !pass.is_backward || block.segment.gradient.data != nullptr;
+    const bool computes = !pass.is_backward || block.segment.wants_gradient();
     const int32_t row_kind = uniform(computes ? row_range.row_kind : -1);
     if (row_kind >= 0) {
       run_rows<Rows...>(row_kind, block);

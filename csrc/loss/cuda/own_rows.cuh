@@ -180,6 +180,7 @@ GRADSCALE_DEVICE void own_row(RowOf<QuantileHuber<A>>, const RowTask& task) {
   const Segment& s = task.block.segment;
   const QuantileHuber<A> head(task.block.head, s);
   const T* x = task.prediction.as<const T>();
+  const Rows& fractions = task.block.fields[s.first_field + kSecondField];
   const A factor = head.factor(task.factor.coefficient);
   const auto count = static_cast<int32_t>(s.target_width);
   double sum = 0, square = 0;
@@ -187,7 +188,7 @@ GRADSCALE_DEVICE void own_row(RowOf<QuantileHuber<A>>, const RowTask& task) {
     const auto* targets = task.target.as<const decltype(type)>();
     for (int32_t i = task.team.rank; i < task.width; i += task.team.size) {
       const A quantile = static_cast<A>(to_accumulate(x[i]));
-      const QuantileWeights<A> weights = head.weights(i);
+      const QuantileWeights<A> weights = head.weights(fractions, task.row, i);
       A loss = 0, slope = 0;
       for (int32_t begin = 0; begin < count; begin += head.kPartialSum) {
         const int32_t end = begin + head.kPartialSum < count ? begin + head.kPartialSum : count;

@@ -86,6 +86,7 @@ struct RowTask : RowOfThread {
 // Targets of the elements of a row from `first` on, before smoothing; outside of the row they are not used.
 template <class A, class Target>
 struct BinsOfRow { // a few bins have mass
+  static constexpr bool kIsSparse = false;
   Target target;
 
   GRADSCALE_DEVICE static int32_t chosen() {
@@ -101,8 +102,74 @@ struct BinsOfRow { // a few bins have mass
   }
 };
 
+// A few classes have a probability. They are left out of the sums over all elements, and of the gradient that is
+// written first.
+template <class A>
+struct ClassesOfRow {
+  static constexpr bool kIsSparse = true;
+  const int64_t* classes;
+  Rows probabilities;
+  int64_t row;
+  int32_t count, width;
+  Team team;
+
+  GRADSCALE_DEVICE ClassesOfRow(const RowTask& task, const Rows& probabilities)
+      : classes(task.target.as<const int64_t>()),
+        probabilities(probabilities),
+        row(task.row),
+        count(task.width == 0 ? 0 : static_cast<int32_t>(task.block.segment.target_width)),
+        width(task.width),
+        team(task.team) {
+  }
+  GRADSCALE_DEVICE static int32_t chosen() {
+    return -1;
+  }
+  template <int size>
+  GRADSCALE_DEVICE void read(int32_t, A (&t)[size]) const {
+#pragma unroll
+    for (A& own : t) {
+      own = 0;
+    }
+  }
+  GRADSCALE_DEVICE A probability(int32_t k) const {
+    const A t = static_cast<A>(probabilities.load(row, k));
+    return class_of(classes[k], width) < 0 ? static_cast<A>(NAN) : t;
+  }
+  // Calls function(class, probability) for this thread's entries.
+  template <class Function>
+  GRADSCALE_DEVICE void each_entry(Function function) const {
+    for (int32_t k = team.rank; k < count; k += team.size) {
+      function(max_class(k), probability(k));
+    }
+  }
+  // The same with the total probability of a class, once for each class.
+  template <class Function>
+  GRADSCALE_DEVICE void each_class(Function function) const {
+    for (int32_t k = team.rank; k < count; k += team.size) {
+      bool is_first = true;
+      A total = 0;
+      for (int32_t other = 0; other < count; ++other) {
+        if (max_class(other) == max_class(k)) {
+          is_first = is_first && other >= k;
+          total += probability(other);
+        }
+      }
+      if (is_first) {
+        function(max_class(k), total);
+      }
+    }
+  }
+
+ private:
+  GRADSCALE_DEVICE int32_t max_class(int32_t k) const { // 0 for a class out of range, whose probability is NaN
+    const int32_t chosen = class_of(classes[k], width);
+    return chosen < 0 ? 0 : chosen;
+  }
+};
+
 template <class A>
 struct ActionsOfRow { // a distribution, or a class
+  static constexpr bool kIsSparse = false;
   TensorRow row;
   int32_t width;
 
@@ -165,6 +232,12 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
       Formula::add(sums, e, t[k], correct, weighted);
     }
   });
+  if constexpr (Target::kIsSparse) {
+    target.each_entry([&](int32_t j, A t) {
+      const A d = static_cast<A>(to_accumulate(task.prediction.as<const T>()[j])) - maximum;
+      Formula::add(sums, A(0), t, Formula::correct(t, d), A(0));
+    });
+  }
 #pragma unroll
   for (A& sum : sums) {
     sum = task.team.sum(sum);
@@ -173,7 +246,7 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
     const A difference = static_cast<A>(to_accumulate(task.prediction.as<const T>()[chosen])) - maximum;
     sums[Formula::kCorrect] += Formula::correct(smoothing.share, difference);
   }
-  if (head.has_support() || task.target.element == Element::int64) {
+  if (head.has_support() || (task.target.element == Element::int64 && !Target::kIsSparse)) {
     sums[Formula::kMass] = one_or_nan(sums[Formula::kMass]);
   }
   if (head.has_support() && head.support.raw) {
@@ -194,6 +267,15 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
       }
       square += task.template write_gradient<T, size>(first, gradient);
     });
+    if constexpr (Target::kIsSparse) {
+      task.team.synchronize(); // the gradient without targets has been written
+      target.each_class([&](int32_t j, A t) {
+        const A d = static_cast<A>(to_accumulate(task.prediction.as<const T>()[j])) - maximum, e = exp_nonpositive(d);
+        const A before = formula.gradient(factors, e, d, A(0));
+        A gradient = formula.gradient(factors, e, d, t);
+        square += task.template write_gradient<T, 1>(j, &gradient) - (task.factor.counts ? before * before : A(0));
+      });
+    }
   }
   task.store(formula.loss(sums), detail, square, largest_finite);
 }

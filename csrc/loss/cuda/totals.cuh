@@ -34,10 +34,12 @@ GRADSCALE_DEVICE void add(HeadSums& sums, const HeadSums& other) {
   sums.weighted_share += other.weighted_share;
   sums.squares += other.squares;
   sums.largest_logit = larger(sums.largest_logit, other.largest_logit);
+  sums.divergence += other.divergence;
+  sums.clipped += other.clipped;
 }
 
 // The sums over the lanes of a warp.
-GRADSCALE_DEVICE HeadSums over_lanes(const HeadSums& own) {
+GRADSCALE_DEVICE HeadSums over_lanes(const HeadSums& own, bool has_old_policy) {
   const Team warp = warp_team();
   return {
       warp.sum(own.losses),
@@ -45,7 +47,9 @@ GRADSCALE_DEVICE HeadSums over_lanes(const HeadSums& own) {
       warp.sum(own.share),
       warp.sum(own.weighted_share),
       warp.sum(own.squares),
-      warp.maximum(own.largest_logit)};
+      warp.maximum(own.largest_logit),
+      has_old_policy ? warp.sum(own.divergence) : 0,
+      has_old_policy ? warp.sum(own.clipped) : 0};
 }
 
 // A block of loss_totals, as one of its threads sees it. `inside`: the table is in the arguments.
@@ -133,7 +137,7 @@ class BlockOfSamples {
         for (int i = 1; i < num_sets_; ++i) {
           add(sums, parts_[threadIdx.x + 32 * num_parts_ * i]);
         }
-        sums = over_lanes(sums);
+        sums = over_lanes(sums, pass_.has_old_policy);
         if (lane_ == 0) {
           partial(blockIdx.x, h) = sums;
         }
@@ -162,9 +166,23 @@ class BlockOfSamples {
            0,
            is_unmasked ? weight * loss : 0,
            counts ? row.gradient_square : 0,
-           row.largest_logit});
+           row.largest_logit,
+           0,
+           0});
+      if (c.approx_kl.data != nullptr && is_unmasked) {
+        add_policy(head(h), s, sums);
+      }
     }
     return sums;
+  }
+
+  // Adds the difference of this lane's sample from the policy that chose the action.
+  GRADSCALE_DEVICE void add_policy(const Head& head, const Segment& s, HeadSums& sums) const {
+    const Rows* fields = reinterpret_cast<const Rows*>(table_ + device_.fields) + s.first_field;
+    const double log_prob = fields[kChosenLogProbs].load(sample_), old = fields[kLogProbs].load(sample_);
+    const PolicyScore<double> formula(head);
+    sums.divergence += formula.divergence_from_old(log_prob, old);
+    sums.clipped += formula.is_clipped(log_prob, old) ? 1 : 0;
   }
 
   // Adds up the parts of this lane's sample in a head, in the place of the last part, and adds the sample's loss to
@@ -228,18 +246,27 @@ class BlockOfSamples {
 #pragma unroll 1
         for (int64_t k = 0; k < pass_.num_segments; ++k) {
           const Segment& s = segment(k);
-          const int64_t width = s.gradient.data == nullptr ? 0 : s.width;
-          dispatch_element(s.gradient.element, [&](auto type) {
-            using T = decltype(type);
-            T* row = static_cast<T*>(s.gradient.data) + sample * s.gradient.stride;
-            for (int64_t j = threadIdx.x; j < width; j += blockDim.x) {
-              row[j] = T{};
-            }
-          });
+          clear_row(s.gradient, sample, s.width);
+          if (s.wants_scales) {
+            clear_row(
+                reinterpret_cast<const Rows*>(table_ + device_.fields)[s.first_field + kLogStdsGradient],
+                sample,
+                s.width);
+          }
         }
       }
     }
     return any;
+  }
+
+  GRADSCALE_DEVICE static void clear_row(const Rows& gradient, int64_t sample, int64_t width) {
+    dispatch_element(gradient.element, [&](auto type) {
+      using T = decltype(type);
+      T* row = static_cast<T*>(gradient.data) + sample * gradient.stride;
+      for (int64_t j = threadIdx.x; gradient.data != nullptr && j < width; j += blockDim.x) {
+        row[j] = T{};
+      }
+    });
   }
 
   // Adds up the sums of all blocks, and stores the results. All warps of a head add up a part of the blocks.
@@ -260,7 +287,7 @@ class BlockOfSamples {
         for (int i = 1; i < warps_per_head_; ++i) {
           add(sums, parts_[threadIdx.x + 32 * i]);
         }
-        sums = over_lanes(sums);
+        sums = over_lanes(sums, pass_.has_old_policy);
         if (lane_ == 0) {
           pass_.store_head(h, coefficients_of(h), sums);
         }

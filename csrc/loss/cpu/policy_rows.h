@@ -1,0 +1,409 @@
+// The rows of policies and of clipped values, 16 at a time: the score of a row, which is the slope of all its
+// gradients, is computed for all 16 rows in the lanes of a vector.
+namespace gradscale {
+namespace GRADSCALE_VARIANT {
+namespace {
+
+// A field of 16 rows; 0 if it was left out.
+template <class A>
+struct FieldOfRows {
+  alignas(64) A at[kLanes] = {};
+
+  FieldOfRows(const Rows& rows, const RowBatch& row_batch) {
+    if (rows.data != nullptr) {
+      widen_column(rows, row_batch.first, row_batch.count, at);
+    }
+  }
+};
+
+// Stores the losses, entropies and log-probabilities of rows with this log pi(a), and returns their slopes.
+// `entropy` is null for predictions that have none.
+template <class A>
+void score_rows(
+    const Pass& pass, const Segment& s, const RowBatch& row_batch, const A* log_prob, const A* entropy, A* slopes) {
+  const Rows* fields = pass.fields + s.first_field;
+  const FieldOfRows<A> advantage(fields[kAdvantages], row_batch), old(fields[kLogProbs], row_batch),
+      reference(fields[kReferenceLogProbs], row_batch);
+  const PolicyScore<A> formula(*s.head);
+  const A entropy_weight = static_cast<A>(s.head->entropy_weight);
+  A losses[kLanes];
+  const auto run = [&](auto surrogate, auto has_reference) {
+#pragma omp simd
+    for (int64_t i = 0; i < kLanes; ++i) {
+      const PolicyFields<A> row{advantage.at[i], old.at[i], reference.at[i]};
+      Score<A> score = formula.template surrogate_of<surrogate.value>(log_prob[i], row);
+      if constexpr (has_reference.value) {
+        formula.add_divergence(log_prob[i], row, score);
+      }
+      losses[i] = score.loss;
+      slopes[i] = score.slope;
+    }
+  };
+  const auto with_reference = [&](auto surrogate) {
+    formula.kl_weight == A(0) ? run(surrogate, std::false_type()) : run(surrogate, std::true_type());
+  };
+  switch (s.head->surrogate) {
+    case Surrogate::ppo:
+      with_reference(std::integral_constant<Surrogate, Surrogate::ppo>());
+      break;
+    case Surrogate::log:
+      with_reference(std::integral_constant<Surrogate, Surrogate::log>());
+      break;
+    case Surrogate::cispo:
+      with_reference(std::integral_constant<Surrogate, Surrogate::cispo>());
+      break;
+  }
+  for (int64_t i = 0; i < kLanes && entropy != nullptr && entropy_weight != 0; ++i) {
+    losses[i] -= entropy_weight * entropy[i];
+  }
+  s.loss.store(row_batch.first, row_batch.count, losses);
+  if (s.detail.data != nullptr) {
+    s.detail.store(row_batch.first, row_batch.count, entropy);
+  }
+  const Rows& chosen = fields[kChosenLogProbs];
+  if (chosen.data != nullptr) {
+    Slab{chosen.data, chosen.stride, chosen.element == Element::float64}.store(
+        row_batch.first, row_batch.count, log_prob);
+  }
+}
+
+// Writes one number of each row's gradient, multiplied by the row's coefficient.
+template <class A>
+void write_scalars(const Segment& s, const RowBatch& row_batch, const A* gradients) {
+  for (int64_t i = 0; i < row_batch.count; ++i) {
+    const A value = gradients[i] * static_cast<A>(row_batch.coefficients[i]);
+    s.metrics[row_batch.first + i] = {s.gradient.data == nullptr ? 0 : squared(value), 0};
+    dispatch_rows<A>(s.gradient, [&](auto type) {
+      using G = decltype(type);
+      if (s.gradient.data != nullptr) {
+        static_cast<G*>(s.gradient.data)[(row_batch.first + i) * s.gradient.stride] = from_accumulate<G, A>(value);
+      }
+    });
+  }
+}
+
+// ---- Values ---------------------------------------------------------------------------------------------------------
+
+template <class A>
+void scored_rows(RowOf<ClippedSquaredError<A>>, const Pass& pass, const Segment& s, const RowBatch& row_batch, A*) {
+  const FieldOfRows<A> value(s.prediction, row_batch), target(s.target, row_batch),
+      old(pass.fields[s.first_field + kSecondField], row_batch);
+  const ClippedError<A> formula{static_cast<A>(s.head->clip_high)};
+  A losses[kLanes], gradients[kLanes];
+#pragma omp simd
+  for (int64_t i = 0; i < kLanes; ++i) {
+    const Score<A> score = formula.score(value.at[i], target.at[i], old.at[i]);
+    losses[i] = score.loss;
+    gradients[i] = score.slope;
+  }
+  s.loss.store(row_batch.first, row_batch.count, losses);
+  write_scalars(s, row_batch, gradients);
+}
+
+// ---- Logits of choices, or log-probabilities ------------------------------------------------------------------------
+
+// The action of a choice, or -1 if it is out of range.
+inline int32_t action_of(const Segment& s, int64_t row, int32_t index, Choice choice) {
+  return class_of(row_of<int64_t>(s.target, row)[index], choice.end - choice.begin);
+}
+
+// Short rows: column j holds element j of 16 rows, first its logits, then their exponentials, then the gradient.
+template <class A>
+struct ShortChoices {
+  Columns<A> x, differences;
+  A largest_logits[kLanes] = {};
+
+  void exponentiate(Choice choice, const int32_t* actions, ChoiceSums<A>* sums) {
+    A maximum[kLanes];
+    std::fill(maximum, maximum + kLanes, -static_cast<A>(INFINITY));
+    for (int32_t j = choice.begin; j < choice.end; ++j) {
+#pragma omp simd
+      for (int64_t i = 0; i < kLanes; ++i) {
+        const A logit = x.at[j][i], magnitude = std::abs(logit);
+        maximum[i] = logit > maximum[i] ? logit : maximum[i]; // ignores NaN
+        const bool is_larger = magnitude < static_cast<A>(INFINITY) && magnitude > largest_logits[i];
+        largest_logits[i] = is_larger ? magnitude : largest_logits[i];
+      }
+    }
+    A others[kLanes] = {}, weighted[kLanes] = {}, chosen_e[kLanes] = {}, chosen_difference[kLanes];
+    std::fill(chosen_difference, chosen_difference + kLanes, static_cast<A>(NAN));
+    for (int32_t j = choice.begin; j < choice.end; ++j) {
+#pragma omp simd
+      for (int64_t i = 0; i < kLanes; ++i) {
+        const A d = x.at[j][i] - maximum[i], e = exp_nonpositive(d);
+        const bool is_chosen = actions[i] == j;
+        others[i] += is_chosen ? A(0) : e;
+        weighted[i] += e * (d < A(kLowest) ? A(kLowest) : d);
+        chosen_e[i] = is_chosen ? e : chosen_e[i];
+        chosen_difference[i] = is_chosen ? d : chosen_difference[i];
+        differences.at[j][i] = d;
+        x.at[j][i] = e;
+      }
+    }
+    for (int64_t i = 0; i < kLanes; ++i) {
+      sums[i] = {others[i], weighted[i], chosen_e[i], chosen_difference[i]};
+    }
+  }
+
+  void differentiate(
+      Choice choice, const int32_t* actions, const ChoiceSums<A>* sums, const A* slopes, A entropy_weight) {
+    for (int64_t i = 0; i < kLanes; ++i) {
+      const ChoiceGradient<A> gradient(sums[i], slopes[i], entropy_weight);
+#pragma omp simd
+      for (int32_t j = choice.begin; j < choice.end; ++j) {
+        x.at[j][i] = gradient.at(x.at[j][i], differences.at[j][i], actions[i] == j);
+      }
+    }
+  }
+
+  void write_gradient(const Segment& s, const RowBatch& row_batch) {
+    for (int64_t i = 0; i < row_batch.count; ++i) {
+      s.metrics[row_batch.first + i] = {0, largest_logits[i]};
+    }
+    if (s.gradient.data == nullptr) {
+      return;
+    }
+    double squares[kLanes] = {};
+    for (int64_t j = 0; j < s.width; ++j) {
+#pragma omp simd
+      for (int64_t i = 0; i < kLanes; ++i) {
+        const A value = x.at[j][i] * static_cast<A>(row_batch.coefficients[i]);
+        x.at[j][i] = value;
+        squares[i] += squared(value);
+      }
+    }
+    for (int64_t i = 0; i < row_batch.count; ++i) {
+      s.metrics[row_batch.first + i].gradient_square = squares[i];
+    }
+    write_columns(s.gradient, row_batch, s.width, x);
+  }
+};
+
+template <class A>
+[[gnu::noinline]] void short_choices(const Pass& pass, const Segment& s, const RowBatch& row_batch) {
+  const Head& head = *s.head;
+  const int32_t count = num_choices(head);
+  ShortChoices<A> rows;
+  read_columns(s.prediction, row_batch, s.width, rows.x);
+  ChoiceSums<A> sums[kShortRow][kLanes];
+  int32_t actions[kShortRow][kLanes];
+  A log_prob[kLanes] = {}, entropy[kLanes] = {}, slopes[kLanes];
+  for (int32_t c = 0; c < count; ++c) {
+    const Choice choice = choice_of(head, head.choice_ends, c, s.width);
+    for (int64_t i = 0; i < kLanes; ++i) {
+      const int32_t action = action_of(s, row_batch.first + (i < row_batch.count ? i : 0), c, choice);
+      actions[c][i] = action < 0 ? -1 : choice.begin + action;
+    }
+    rows.exponentiate(choice, actions[c], sums[c]);
+#pragma omp simd
+    for (int64_t i = 0; i < kLanes; ++i) {
+      log_prob[i] += sums[c][i].log_prob();
+      entropy[i] += sums[c][i].entropy();
+    }
+  }
+  score_rows(pass, s, row_batch, log_prob, entropy, slopes);
+  for (int32_t c = 0; c < count && s.gradient.data != nullptr; ++c) {
+    const Choice choice = choice_of(head, head.choice_ends, c, s.width);
+    rows.differentiate(choice, actions[c], sums[c], slopes, static_cast<A>(head.entropy_weight));
+  }
+  rows.write_gradient(s, row_batch);
+}
+
+// A choice of a longer row. Its exponentials begin at `values`.
+template <class A>
+struct LongChoice {
+  A* values;
+  int64_t before; // as in Softmax
+  A maximum;
+  ChoiceSums<A> sums;
+};
+
+template <class T, class A>
+LongChoice<A> exponentiate(const Segment& s, int64_t row, Choice choice, int32_t action, A* scratch, A& largest_logit) {
+  const T* logits = row_of<T>(s.prediction, row) + choice.begin;
+  const int64_t width = choice.end - choice.begin;
+  const Extremes<A> extremes = extremes_of<A>(logits, width);
+  const A magnitude = std::max(-extremes.smallest, extremes.largest);
+  largest_logit = std::max(largest_logit, std::isfinite(magnitude) ? magnitude : largest_finite<A>(logits, width));
+  const Softmax<A> softmax = softmax_of<false>(logits, width, extremes, ahead_of<T>(s, row), scratch);
+  LongChoice<A> result{softmax.values, softmax.before, extremes.largest, {}};
+  ChoiceSums<A>& sums = result.sums;
+  if (action >= 0) {
+    sums.chosen_difference = static_cast<A>(to_accumulate(logits[action])) - result.maximum;
+    sums.chosen_e = std::exchange(softmax.values[action], A(0));
+  }
+  const auto [others, weighted] = sums_of<A>(width, softmax.before, [&](auto load) {
+    const Lanes<A> e = load(softmax.values);
+    return std::array{e, CrossEntropy<Lanes<A>, 0>::weighted(e, load(logits) - Lanes<A>(result.maximum))};
+  });
+  sums.others = others;
+  sums.weighted = weighted;
+  if (action >= 0) {
+    softmax.values[action] = sums.chosen_e;
+    sums.weighted += CrossEntropy<A, 0>::weighted(sums.chosen_e, sums.chosen_difference);
+  }
+  return result;
+}
+
+// Writes the gradient of a choice, and returns the sum of its squares.
+template <class T, class A>
+double differentiate(
+    const Segment& s, int64_t row, Choice choice, int32_t action, const LongChoice<A>& own, A slope, A coefficient) {
+  const T* logits = row_of<T>(s.prediction, row) + choice.begin;
+  const int64_t width = choice.end - choice.begin;
+  const ChoiceGradient<A> formula(own.sums, slope, static_cast<A>(s.head->entropy_weight));
+  Rows gradient = s.gradient;
+  gradient.data = static_cast<char*>(gradient.data) + choice.begin * element_size(gradient.element);
+  A* values = own.values;
+  Lanes<A> scale = formula.slope_of_p;
+  if (formula.entropy_weight != A(0)) {
+    A* out = second_row(values, width);
+    const Lanes<A> weight = formula.entropy_weight * formula.inverse_sum, expected = formula.expected;
+    each_vector<1>(0, width, own.before, [&](int64_t j, auto lanes, auto) {
+      const Lanes<A> e = load_lanes(values + j), d = load_lanes(logits + j, lanes) - Lanes<A>(own.maximum);
+      store_lanes(out + j, e * (scale + weight * (CrossEntropy<Lanes<A>, 0>::finite(d) - expected)));
+    });
+    if (action >= 0) {
+      out[action] = formula.at(values[action], own.sums.chosen_difference, true);
+    }
+    values = out;
+    scale = A(1);
+  } else if (action >= 0) {
+    values[action] = -own.sums.others;
+  }
+  return write_gradient(gradient, row, width, coefficient, [=](auto load) { return load(values) * scale; });
+}
+
+template <class T, class A>
+[[gnu::noinline]] void long_choices(const Pass& pass, const Segment& s, int64_t row, double coefficient, A* scratch) {
+  const Head& head = *s.head;
+  const int32_t count = num_choices(head);
+  const RowBatch own{row, 1, {coefficient}, {}};
+  A log_prob[kLanes] = {}, entropy[kLanes] = {}, slopes[kLanes], largest_logit = 0;
+  LongChoice<A> choice{};
+  for (int32_t c = 0; c < count; ++c) {
+    const Choice range = choice_of(head, head.choice_ends, c, s.width);
+    choice = exponentiate<T>(s, row, range, action_of(s, row, c, range), scratch, largest_logit);
+    log_prob[0] += choice.sums.log_prob();
+    entropy[0] += choice.sums.entropy();
+  }
+  score_rows(pass, s, own, log_prob, entropy, slopes);
+  double squares = 0;
+  for (int32_t c = 0; c < count && s.gradient.data != nullptr; ++c) {
+    const Choice range = choice_of(head, head.choice_ends, c, s.width);
+    const int32_t action = action_of(s, row, c, range);
+    if (count > 1) { // the exponentials of another choice have taken their place
+      choice = exponentiate<T>(s, row, range, action, scratch, largest_logit);
+    }
+    squares += differentiate<T>(s, row, range, action, choice, slopes[0], static_cast<A>(coefficient));
+  }
+  s.metrics[row] = {squares, largest_logit};
+}
+
+template <class A>
+void scored_rows(RowOf<PolicyGradient<A>>, const Pass& pass, const Segment& s, const RowBatch& row_batch, A* scratch) {
+  if (s.target.data == nullptr) { // the prediction is log pi(a)
+    const FieldOfRows<A> log_prob(s.prediction, row_batch);
+    A slopes[kLanes];
+    score_rows(pass, s, row_batch, log_prob.at, static_cast<const A*>(nullptr), slopes);
+    write_scalars(s, row_batch, slopes);
+  } else if (s.width <= kShortRow) {
+    short_choices<A>(pass, s, row_batch);
+  } else {
+    dispatch_rows<A>(s.prediction, [&](auto type) {
+      for (int64_t i = 0; i < row_batch.count; ++i) {
+        long_choices<decltype(type)>(pass, s, row_batch.first + i, row_batch.coefficients[i], scratch);
+      }
+    });
+  }
+}
+
+// ---- Normal distributions -------------------------------------------------------------------------------------------
+
+// Dimensions of 16 rows, kShortRow at a time: column d holds a dimension of all rows.
+template <class A>
+struct NormalColumns {
+  Columns<A> means, log_scales, actions; // then the gradients of the first two
+
+  void read(const Pass& pass, const Segment& s, const RowBatch& row_batch, int64_t begin, int64_t count) {
+    const auto from = [=](Rows rows) {
+      rows.data = static_cast<char*>(rows.data) + begin * element_size(rows.element);
+      return rows;
+    };
+    read_columns(from(s.prediction), row_batch, count, means);
+    read_columns(from(pass.fields[s.first_field + kLogStds]), row_batch, count, log_scales);
+    read_columns(from(s.target), row_batch, count, actions);
+  }
+};
+
+template <class A>
+[[gnu::noinline]] void normal_rows(const Pass& pass, const Segment& s, const RowBatch& row_batch) {
+  const Rows log_scale_gradient = pass.fields[s.first_field + kLogStdsGradient];
+  NormalColumns<A> columns;
+  A log_prob[kLanes] = {}, entropy[kLanes] = {}, slopes[kLanes];
+  const auto each_part = [&](auto function) {
+    for (int64_t begin = 0; begin < s.width; begin += kShortRow) {
+      const int64_t count = std::min(s.width - begin, kShortRow);
+      if (begin != 0 || s.width > kShortRow) {
+        columns.read(pass, s, row_batch, begin, count);
+      }
+      function(begin, count);
+    }
+  };
+  columns.read(pass, s, row_batch, 0, std::min(s.width, kShortRow));
+  each_part([&](int64_t, int64_t count) {
+    for (int64_t j = 0; j < count; ++j) {
+#pragma omp simd
+      for (int64_t i = 0; i < kLanes; ++i) {
+        const NormalTerm<A> term(columns.means.at[j][i], columns.log_scales.at[j][i], columns.actions.at[j][i]);
+        log_prob[i] += term.log_prob();
+        entropy[i] += term.entropy();
+      }
+    }
+  });
+  score_rows(pass, s, row_batch, log_prob, entropy, slopes);
+  for (int64_t i = 0; i < row_batch.count; ++i) {
+    s.metrics[row_batch.first + i] = {};
+  }
+  if (s.gradient.data == nullptr && log_scale_gradient.data == nullptr) {
+    return;
+  }
+  const A entropy_weight = static_cast<A>(s.head->entropy_weight);
+  const double counts_means = s.gradient.data == nullptr ? 0 : 1;
+  const double counts_scales = log_scale_gradient.data == nullptr || s.shares_scales ? 0 : 1;
+  double squares[kLanes] = {};
+  each_part([&](int64_t begin, int64_t count) {
+    for (int64_t j = 0; j < count; ++j) {
+#pragma omp simd
+      for (int64_t i = 0; i < kLanes; ++i) {
+        const NormalTerm<A> term(columns.means.at[j][i], columns.log_scales.at[j][i], columns.actions.at[j][i]);
+        const A c = static_cast<A>(row_batch.coefficients[i]);
+        const A of_mean = term.mean_gradient(slopes[i]) * c;
+        const A of_scale = term.log_scale_gradient(slopes[i], entropy_weight) * c;
+        columns.means.at[j][i] = of_mean;
+        columns.log_scales.at[j][i] = of_scale;
+        squares[i] += product(counts_means, squared(of_mean)) + product(counts_scales, squared(of_scale));
+      }
+    }
+    const auto write = [&](Rows rows, const Columns<A>& gradients) {
+      if (rows.data != nullptr) {
+        rows.data = static_cast<char*>(rows.data) + begin * element_size(rows.element);
+        write_columns(rows, row_batch, count, gradients);
+      }
+    };
+    write(s.gradient, columns.means);
+    write(log_scale_gradient, columns.log_scales);
+  });
+  for (int64_t i = 0; i < row_batch.count; ++i) {
+    s.metrics[row_batch.first + i].gradient_square = squares[i];
+  }
+}
+
+template <class A>
+void scored_rows(RowOf<GaussianPolicyGradient<A>>, const Pass& pass, const Segment& s, const RowBatch& row_batch, A*) {
+  normal_rows<A>(pass, s, row_batch);
+}
+
+} // namespace
+} // namespace GRADSCALE_VARIANT
+} // namespace gradscale
