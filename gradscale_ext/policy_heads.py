@@ -27,7 +27,8 @@ class PolicyHead(Head):
     def __post_init__(self) -> None:
         """Check the numbers."""
         super().__post_init__()
-        name, clip = type(self).__name__, self.clip
+        name = type(self).__name__
+        clip: Any = self.clip
         self._check("surrogate", self.surrogate in SURROGATES, "'ppo', 'log' or 'cispo'")
         if clip is ...:
             if self.surrogate == "cispo":

@@ -185,7 +185,7 @@ def _tensors(slot: Slot, entries: Entries) -> list[torch.Tensor]:
             _check_stacked(slot, entries)
     else:
         _check_list(slot, entries)
-    tensors = [entries] if is_shared else unbound(entries, options)  # type: ignore[list-item]
+    tensors: list[torch.Tensor] = [entries] if is_shared else unbound(entries, options)  # type: ignore[list-item]
     if not tensors:
         raise ValueError(f"multi_step_loss: {slot.words} has no entries")
     return tensors

@@ -91,7 +91,7 @@ def _check_prediction(entry: _Entry, head: Head, has_logits: bool) -> None:
     wrong = _invalid_logits(x) if has_logits else ~x.isfinite()
     entry.reject(wrong, "is not finite", "find where it comes from, or mask it")
     if has_logits:
-        choices = x.split(getattr(head, "choices", None) or x.shape[-1], -1)
+        choices = _choices(head, x)
         entry.reject(
             functools.reduce(torch.logical_or, [(logits == -torch.inf).all(-1) for logits in choices]),
             "has only logits of -inf, whose softmax is NaN",
@@ -106,6 +106,12 @@ def _check_prediction(entry: _Entry, head: Head, has_logits: bool) -> None:
                 "looks like probabilities: all its rows are at least 0 and add up to 1",
                 f"{type(head).__name__} expects logits: leave out the softmax",
             )
+
+
+def _choices(head: Head, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The logits of each of the independent choices of a head."""
+    sizes = getattr(head, "choices", None) or (logits.shape[-1],)
+    return torch.split(logits, list(sizes), -1)
 
 
 def _invalid_logits(x: torch.Tensor) -> torch.Tensor:
@@ -134,9 +140,9 @@ def _check_policy_field(entry: _Entry, field: str, head: PolicyHead, prediction:
         if field in ("log_probs", "reference_log_probs") and "" in prediction and prediction[""].dim() > 1:
             entry.reject(t > 0, "is above 0", "give logarithms of probabilities: log_softmax, not softmax")
         return
-    logits = prediction[""]
-    sizes = getattr(head, "choices", None) or (logits.shape[-1],)
-    for choice, size, action in zip(logits.split(sizes, -1), sizes, t.reshape(len(t), -1).unbind(-1), strict=True):
+    actions = t.unbind(-1) if t.dim() > 1 else (t,)
+    for choice, action in zip(_choices(head, prediction[""]), actions, strict=True):
+        size = choice.shape[-1]
         wrong = (action < 0) | (action >= size)
         entry.reject(wrong, f"must be actions from 0 to {size - 1}", "mask entries without an action")
         # Actions of masked entries may be out of range.

@@ -9,6 +9,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import _context, _distributed, _numbers, _remedies, reference
@@ -519,9 +520,7 @@ def _differentiable_gradients(
             {name: entries for name, entries in zip(heads, targets, strict=True) if entries is not None},
             **options,
         ).loss
-        inputs: list[Any] = []
-        _distributed.mapped(inputs.append, views)
-        inputs += weights
+        inputs: list[Any] = [*pytree.tree_leaves(views), *weights]
         is_wanted = [isinstance(entry, torch.Tensor) and entry.requires_grad for entry in inputs]
         wanted = list(itertools.compress(inputs, is_wanted))
         gradients = iter(torch.autograd.grad(loss, wanted, grad_output, create_graph=create_graph))

@@ -36,7 +36,7 @@ def head_loss(head: Head, prediction: Fields, target: Fields) -> torch.Tensor:
 
 def plain(fields: Fields) -> Any:
     """The tensor of a prediction or target that is one tensor; None if there is none."""
-    return fields.get("", fields or None)  # type: ignore[arg-type]
+    return fields.get("", fields or None)
 
 
 def encoded(head: Head, field: str, target: torch.Tensor, prediction: Fields, dtype: torch.dtype) -> torch.Tensor:
@@ -115,7 +115,7 @@ def _negative_cosine_loss(head: NegativeCosine, prediction: torch.Tensor, target
     return -(x * t).sum(-1).to(prediction.dtype)
 
 
-def _quantile_huber_loss(head: QuantileHuber, quantiles: torch.Tensor, target: torch.Tensor | Fields) -> torch.Tensor:
+def _quantile_huber_loss(head: QuantileHuber, quantiles: torch.Tensor, target: Any) -> torch.Tensor:
     count = quantiles.shape[-1]
     if isinstance(target, dict):
         target, fractions = target["samples"], target["fractions"]
@@ -132,7 +132,8 @@ def _quantile_huber_loss(head: QuantileHuber, quantiles: torch.Tensor, target: t
         # Scaled before it is squared, because the square of a difference may overflow or underflow.
         size = torch.where(is_quadratic, (small * math.sqrt(0.5 / kappa)).square(), size - largest / 2)
     divisor = target.shape[-1] * (1 if head.sum_over_quantiles else count)
-    return (weights * (size / divisor)).sum((-2, -1))
+    loss: torch.Tensor = (weights * (size / divisor)).sum((-2, -1))
+    return loss
 
 
 def _categorical_kl_loss(head: CategoricalKL, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -182,10 +183,10 @@ LOSSES: dict[str, Callable[[Any, Any, Any], torch.Tensor]] = {
 
 def entry_loss(head: Head, prediction: torch.Tensor | Fields, target: torch.Tensor | Fields | None) -> torch.Tensor:
     """`[B]` losses of one head at one step."""
-    x, t = (fields if isinstance(fields, dict) else {"": fields} for fields in (prediction, target))
-    dtype = next(iter(x.values())).dtype  # type: ignore[union-attr]
-    wanted = {field: encoded(head, field, tensor, x, dtype) for field, tensor in t.items() if tensor is not None}  # type: ignore[arg-type]
-    return head_loss(head, x, wanted)  # type: ignore[arg-type]
+    x, t = (fields if isinstance(fields, dict) else {"": fields} for fields in (prediction, target))  # type: ignore[dict-item]
+    dtype = next(iter(x.values())).dtype
+    wanted = {field: encoded(head, field, tensor, x, dtype) for field, tensor in t.items() if tensor is not None}
+    return head_loss(head, x, wanted)
 
 
 def _product(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
 from .. import _context
-from ..policy_heads import ClippedSquaredError, GaussianPolicyGradient, PolicyGradient, PolicyHead
+from ..policy_heads import ClippedSquaredError, PolicyHead
 
 Fields = dict[str, torch.Tensor]
-Prediction = torch.Tensor | Fields
 
 
-def log_prob(head: PolicyHead, prediction: Prediction, target: Fields) -> torch.Tensor:
+def log_prob(head: Any, prediction: Any, target: Fields) -> torch.Tensor:
     """`[B]` log-probabilities of the actions; NaN for an action out of range."""
-    if isinstance(head, GaussianPolicyGradient):
-        z = (target["actions"] - prediction["means"]) * (-prediction["log_stds"]).exp()  # type: ignore[call-overload]
-        return (-0.5 * z.square() - prediction["log_stds"] - 0.5 * math.log(2 * math.pi)).sum(-1)  # type: ignore[call-overload, no-any-return]
-    if prediction.dim() == 1:  # type: ignore[union-attr]
-        return prediction  # type: ignore[return-value]
-    actions = target["actions"] if head.choices else target["actions"].unsqueeze(-1)  # type: ignore[attr-defined]
-    groups = zip(choices_of(head, prediction), actions.unbind(-1), strict=True)  # type: ignore[arg-type]
+    if isinstance(prediction, dict):
+        z = (target["actions"] - prediction["means"]) * (-prediction["log_stds"]).exp()
+        log_prob: torch.Tensor = (-0.5 * z.square() - prediction["log_stds"] - 0.5 * math.log(2 * math.pi)).sum(-1)
+        return log_prob
+    if prediction.dim() == 1:
+        return prediction  # type: ignore[no-any-return]
+    actions = target["actions"] if head.choices else target["actions"].unsqueeze(-1)
+    groups = zip(choices_of(head, prediction), actions.unbind(-1), strict=True)
     return torch.stack([_chosen_log_softmax(logits, action) for logits, action in groups]).sum(0)
 
 
-def choices_of(head: PolicyHead, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The logits of each choice."""
-    choices = head.choices if isinstance(head, PolicyGradient) else None
-    return logits.split(choices, -1) if choices else (logits,)
+def choices_of(head: Any, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The logits of each choice of a head; all logits if it has no choices."""
+    choices = getattr(head, "choices", None)
+    return torch.split(logits, list(choices), -1) if choices else (logits,)
 
 
 def _chosen_log_softmax(logits: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
@@ -79,7 +80,7 @@ def k3(d: torch.Tensor) -> torch.Tensor:
     return d.expm1() - torch.where(d == math.inf, 0.0, d)
 
 
-def outside_of_clip(head: PolicyHead, ratio: torch.Tensor) -> torch.Tensor:
+def outside_of_clip(head: Any, ratio: torch.Tensor) -> torch.Tensor:
     """True where a ratio is outside of the clip."""
     if head.bounds is None:
         return torch.zeros_like(ratio, dtype=torch.bool)
@@ -99,7 +100,8 @@ def _both_infinite(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def _clamped(head: PolicyHead, ratio: torch.Tensor) -> torch.Tensor:
     low, high = head.bounds  # type: ignore[misc]
-    return ratio.clamp(_context.operand(1 - low, ratio), _context.operand(1 + high, ratio))
+    clamped: torch.Tensor = ratio.clamp(_context.operand(1 - low, ratio), _context.operand(1 + high, ratio))
+    return clamped
 
 
 def _unless_zero(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
