@@ -204,7 +204,7 @@ def remedy_for_count(
         )
     if what == "target" and len(entries) == wanted + 1 and first_step == 1:
         return "; leave out the target of the root"
-    if len(entries) == wanted - 1 and first_step == 0:
+    if what in ("prediction", "target") and len(entries) == wanted - 1 and first_step == 0:
         if what == "target" and first is not None and first.dim() == 1:
             return (
                 "; for targets of gs.muzero_targets, pass root_reward= to it, or declare the head with first_step=1 "

@@ -116,7 +116,7 @@ def _with_fields(name: str, head: Head, what: str, entries: FieldEntries | None,
         raise TypeError(
             f"multi_step_loss: {owner} must be a mapping of fields for {kind}, but it is "
             f"{'missing' if entries is None else f'of type {type(entries).__name__}'}; write "
-            f"{_code(name, fields_of(forms[0], what))}"
+            f"{_code(name, what, fields_of(forms[0], what))}"
         )
     given = as_fields(entries)
     fitting = [
@@ -134,15 +134,15 @@ def _with_fields(name: str, head: Head, what: str, entries: FieldEntries | None,
     if unknown:
         problems.append(f"has the field {', '.join(map(repr, unknown))}, which {kind} does not take here")
     raise ValueError(
-        f"multi_step_loss: {owner} {' and '.join(problems)}; write {_code(name, fields)}"
+        f"multi_step_loss: {owner} {' and '.join(problems)}; write {_code(name, what, fields)}"
         f"{_remedy_for_fields(head, what, unknown, fields)}"
     )
 
 
-def _code(name: str, fields: Sequence[Field]) -> str:
+def _code(name: str, what: str, fields: Sequence[Field]) -> str:
     """Code for a mapping of fields."""
     items = ", ".join(f"'{field.name}': ..." for field in fields if field.required)
-    return f"{{'{name}': {{{items}}}}}"
+    return f"{what}s={{'{name}': {{{items}}}}}"
 
 
 def _remedy_for_fields(head: Head, what: str, unknown: Sequence[str], fields: Sequence[Field]) -> str:
@@ -161,18 +161,18 @@ def _remedy_for_fields(head: Head, what: str, unknown: Sequence[str], fields: Se
 
 
 def _with_dimensions(given: Mapping[str, Entries], forms: list[Form], options: Options) -> list[Form]:
-    """The forms whose fields have as many dimensions as the tensors, or all forms if there is none."""
+    """The forms whose fields have as many dimensions as the tensors, or all forms if there is none. A field is shared
+    only if it is one tensor that has no dimension of samples."""
 
-    def fits(field: Field, entries: Entries) -> bool:
+    def fits(field: Field) -> bool:
+        entries = given[field.name]
         if isinstance(entries, torch.Tensor):
-            leading = 0 if field.shared else 1 + options.steps
-            return entries.dim() == leading + len(field.shape)
-        if not isinstance(entries, list | tuple) or not entries or not isinstance(entries[0], torch.Tensor):
-            return True  # an error is raised later
-        return not field.shared and entries[0].dim() == 1 + len(field.shape)
+            return entries.dim() == len(field.shape) + (0 if field.shared else 1 + options.steps)
+        is_list = isinstance(entries, list | tuple) and entries and isinstance(entries[0], torch.Tensor)
+        return not field.shared and (not is_list or entries[0].dim() == 1 + len(field.shape))
 
-    fitting = [form for form in forms if all(fits(field, given[field.name]) for field in form.predictions)]
-    return fitting or forms
+    fitting = [form for form in forms if all([fits(field) for field in form.predictions])]
+    return fitting or [form for form in forms if not any([field.shared for field in form.predictions])]
 
 
 def _tensors(slot: Slot, entries: Entries) -> list[torch.Tensor]:

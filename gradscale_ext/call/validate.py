@@ -170,11 +170,8 @@ def _check_neutral(name: str, head: Head, form: Form) -> None:
             raise ValueError(
                 f"multi_step_loss: head '{name}' must have {argument}={neutral} for predictions {predictions} with "
                 f"targets {fields}, but it is {_numbers.written(getattr(head, argument))}"
-                + (
-                    "; logits without a dimension of steps need steps=False"
-                    if form.predictions[0].shape == ()
-                    else f"; write {argument}={neutral}"
-                )
+                f"; write {argument}={neutral}"
+                + (", or steps=False for logits without a dimension of steps" * (form.predictions[0].shape == ()))
             )
 
 
@@ -236,7 +233,7 @@ def _count_steps(
                     f"(first_step = {head.first_step}; T = {steps} steps, those of head '{longest}' with first_step = "
                     f"{heads[longest].first_step} and {counts[longest]} predictions), but it has {len(tensors)}"
                     + _remedies.remedy_for_count(
-                        slot.code if slot.field.name else slot.what,
+                        slot.code,
                         tensors,
                         count,
                         batch,
