@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import math
+import types
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_policy_losses import (
+    IMPLEMENTATIONS,
     INF,
-    B,
+    LOG_2,
+    NAN,
+    Policies,
     close,
     doubles,
     every_implementation,
+    every_policy,
     gradient_of,
     leaf,
     normal,
@@ -19,6 +28,8 @@ from test_policy_losses import (
 )
 
 import gradscale_ext as gs
+
+B, T, A, D = 6, 3, 5, 2
 
 # ---- Fields of other heads ------------------------------------------------------------------------------------------
 
@@ -77,3 +88,314 @@ def test_sampled_fractions(impl):
     middle = ((2 * torch.arange(5).double() + 1) / 10).expand(B, 5)
     plain = run(gs.QuantileHuber(), x, samples, impl).loss
     close(run(gs.QuantileHuber(), x, {"samples": samples, "fractions": middle}, impl).loss, plain.detach())
+
+
+# ---- Steps ----------------------------------------------------------------------------------------------------------
+
+HEADS = {
+    "policy": gs.PolicyGradient(entropy_weight=0.01, kl_weight=0.1, weight=2),
+    "choices": gs.PolicyGradient(choices=(2, 3), surrogate="cispo", clip=0.3),
+    "outside": gs.PolicyGradient(dual_clip=2),
+    "gaussian": gs.GaussianPolicyGradient(entropy_weight=0.02),
+    "shared": gs.GaussianPolicyGradient(surrogate="log", first_step=1),
+    "value": gs.ClippedSquaredError(weight=0.25),
+    "sampled": gs.SoftCrossEntropy(),
+    "quantiles": gs.QuantileHuber(),
+    "plain": gs.MeanSquaredError(),
+}
+
+
+def batch(*leading: int, heads: Any = HEADS, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Predictions and targets with these leading dimensions."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(*leading, *shape, generator=generator, dtype=torch.float64)
+
+    def integers(high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(high, (*leading, *shape), generator=generator)
+
+    old = {"advantages": some(), "log_probs": some() - 2}
+    predictions = {
+        "policy": some(A),
+        "choices": some(A),
+        "outside": some() - 2,
+        "gaussian": {"means": some(D), "log_stds": some(D)},
+        "shared": {"means": some(D), "log_stds": torch.randn(D, generator=generator, dtype=torch.float64)},
+        "value": some(),
+        "sampled": some(A),
+        "quantiles": some(4),
+        "plain": some(),
+    }
+    targets = {
+        "policy": {**old, "actions": integers(A), "reference_log_probs": some() - 2},
+        "choices": {**old, "actions": integers(2, 2)},
+        "outside": old,
+        "gaussian": {**old, "actions": some(D)},
+        "shared": {"actions": some(D), "advantages": some()},
+        "value": {"returns": some(), "values": some()},
+        "sampled": {"classes": integers(A, 3), "probabilities": some(3).softmax(-1)},
+        "quantiles": {"samples": some(2), "fractions": some(4).sigmoid()},
+        "plain": some(),
+    }
+    return {name: predictions[name] for name in heads}, {name: targets[name] for name in heads}
+
+
+def mapped(function: Any, entries: Any) -> Any:
+    if isinstance(entries, dict):
+        return {name: mapped(function, value) for name, value in entries.items()}
+    return function(entries)
+
+
+def leaves_of(predictions: Any) -> tuple[Any, list[torch.Tensor]]:
+    found: list[torch.Tensor] = []
+
+    def add(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor.detach().requires_grad_())
+        return found[-1]
+
+    return mapped(add, predictions), found
+
+
+def from_first_step(entries: Any) -> Any:
+    return mapped(lambda x: x[:, 1:] if x.dim() > 1 else x, entries)
+
+
+def with_steps(seed: int = 0) -> tuple[Any, Any]:
+    predictions, targets = batch(B, T, seed=seed)
+    return ({**given, "shared": from_first_step(given["shared"])} for given in (predictions, targets))
+
+
+def compare(found: gs.MultiStepLossOutput, expected: gs.MultiStepLossOutput, turned: Any = lambda x: x) -> None:
+    for name in ("loss", "per_sample", "num_nonfinite"):
+        close(getattr(found, name), getattr(expected, name).detach())
+    for name in ("per_step", "entropy", "log_probs"):
+        by_head = getattr(expected, name)
+        assert getattr(found, name).keys() == by_head.keys()
+        for head, tensor in by_head.items():
+            assert getattr(found, name)[head].shape == turned(tensor).shape
+            close(getattr(found, name)[head], turned(tensor))
+    for name in ("head_means", "head_losses", "head_gradient_norms", "max_abs_logit", "approx_kl", "clip_fraction"):
+        by_head = getattr(expected, name)
+        assert getattr(found, name).keys() == by_head.keys()
+        for head, tensor in by_head.items():
+            close(getattr(found, name)[head], tensor)
+
+
+def as_list(x: torch.Tensor) -> Any:
+    return list(x.unbind(1)) if x.dim() > 1 else x
+
+
+OTHER_FORMS = {
+    "lists": (as_list, as_list, {}),
+    "lists of predictions": (as_list, lambda x: x, {}),
+    "lists of targets": (lambda x: x, as_list, {}),
+    "steps first": (*[lambda x: x.transpose(0, 1) if x.dim() > 1 else x] * 2, {"batch_first": False}),
+    "tuples": (lambda x: tuple(as_list(x)) if x.dim() > 1 else x, as_list, {}),
+}
+
+
+@every_implementation
+@pytest.mark.parametrize("form", OTHER_FORMS)
+def test_every_form_of_steps(form, impl):
+    predicted, wanted, options = OTHER_FORMS[form]
+    predictions, targets = with_steps()
+    stacked, x = leaves_of(predictions)
+    expected = gs.multi_step_loss(HEADS, stacked, targets, impl="reference")
+    given, y = leaves_of(predictions)
+    out = gs.multi_step_loss(HEADS, mapped(predicted, given), mapped(wanted, targets), impl=impl, **options)
+    compare(out, expected, (lambda t: t.T) if options else (lambda t: t))
+    for found, truth in zip(gradient_of(out.loss, *y), gradient_of(expected.loss, *x), strict=True):
+        close(found, truth)
+
+
+@every_implementation
+def test_fields_of_a_target_may_have_different_forms(impl):
+    predictions, targets = with_steps()
+    expected = gs.multi_step_loss(HEADS, predictions, targets, impl="reference")
+    mixed = {
+        name: {field: as_list(x) if i % 2 else x for i, (field, x) in enumerate(entries.items())}
+        if isinstance(entries, dict)
+        else entries
+        for name, entries in targets.items()
+    }
+    predictions["gaussian"]["means"] = as_list(predictions["gaussian"]["means"])
+    compare(gs.multi_step_loss(HEADS, predictions, mixed, impl=impl), expected)
+
+
+WITHOUT_STEPS = {
+    "plain": {},
+    "mask": {"mask": torch.tensor([True, False, True, True, False, True])},
+    "masks": {"mask": {"value": torch.tensor([True, False, True, True, False, True])}, "reduction": "valid_mean"},
+    "weights": {"importance_weights": torch.rand(B), "head_weights": {"policy": 0.5}, "num_entries": {"value": 4}},
+    "none": {"reduction": "none"},
+    "sum, skip": {"reduction": "sum", "nonfinite": "skip", "batch_first": False},
+}
+
+
+@every_implementation
+@pytest.mark.parametrize("name", WITHOUT_STEPS)
+def test_without_steps(name, impl):
+    """As with one step, without its dimension."""
+    heads = {name: head for name, head in HEADS.items() if head.first_step == 0}
+    heads["shared"] = gs.GaussianPolicyGradient(surrogate="log")
+    options = WITHOUT_STEPS[name]
+    predictions, targets = batch(B, heads=heads)
+    given, y = leaves_of(predictions)
+    out = gs.multi_step_loss(heads, given, targets, steps=False, impl=impl, **options)
+    one = lambda x: [x] if x.dim() > 1 or len(x) == B else x
+    stacked, x = leaves_of(predictions)
+    with_step = dict(options, batch_first=True)
+    if "mask" in options:
+        with_step["mask"] = mapped(lambda m: m[:, None], options["mask"])
+    expected = gs.multi_step_loss(heads, mapped(one, stacked), mapped(one, targets), impl="reference", **with_step)
+    compare(out, expected, lambda t: t.squeeze(1))
+    for found, truth in zip(gradient_of(out.loss, *y), gradient_of(expected.loss, *x), strict=True):
+        close(found, truth)
+    module = gs.MultiStepLoss(**heads)(predictions, targets, steps=False, impl=impl, **options)
+    close(module.loss, out.loss.detach())
+
+
+@every_implementation
+def test_without_steps_for_scalars_with_a_support(impl):
+    support = gs.Support(-2, 2, 5)
+    x, target = normal(B, 5), normal(B, seed=1)
+    out = run(gs.TwoHot(support), x, target, impl)
+    assert out.expected["h"].shape == (B,)
+    close(out.expected["h"], support.decode(x))
+
+
+# ---- Masks, weights, types ------------------------------------------------------------------------------------------
+
+
+@every_implementation
+@every_policy
+def test_masked_entries_add_nothing(kind, impl):
+    """Also if they are NaN or inf, or if their action is out of range; with bits that do not depend on them."""
+    p = Policies(kind, B)
+    mask = torch.tensor([True, False, True, True, False, True])
+    head = p.head(entropy_weight=0.1, kl_weight=0.1, **p.arguments)
+    fields = {**p.fields, "reference_log_probs": p.old - 0.1}
+    clean = run(head, p.prediction, fields, impl, mask=mask)
+    expected = gradient_of(clean.loss, *p.leaves)
+    dirty = {name: x.clone() for name, x in fields.items()}
+    for name, x in dirty.items():
+        x[~mask] = -100 if name == "actions" and kind != "gaussian" else NAN
+    x = p.x.detach().clone()
+    x[1], x[4] = NAN, INF
+    leaves = [x.requires_grad_(), *p.leaves[1:]]
+    prediction = {"means": x, "log_stds": leaves[1]} if kind == "gaussian" else x
+    out = run(head, prediction, dirty, impl, mask=mask)
+    assert out.loss == clean.loss
+    assert out.num_nonfinite == 0
+    for found, truth in zip(gradient_of(out.loss, *leaves), expected, strict=True):
+        assert torch.equal(found, truth)
+    assert out.approx_kl["h"] == clean.approx_kl["h"]
+    assert out.clip_fraction["h"] == clean.clip_fraction["h"]
+    assert out.log_probs["h"].isnan().tolist() == (~mask).tolist()
+    everything = run(head, prediction, dirty, impl, mask=mask & False)
+    for tensor in (everything.loss, *gradient_of(everything.loss, *leaves), *everything.head_gradient_norms.values()):
+        assert not tensor.any()
+
+
+@every_implementation
+def test_a_masked_action_in_range_has_its_log_probability(impl):
+    x, actions = torch.zeros(3, 2), torch.tensor([0, 1, -100])
+    fields = {"actions": actions, "advantages": torch.ones(3), "log_probs": torch.zeros(3)}
+    out = run(gs.PolicyGradient(), x, fields, impl, mask=torch.tensor([True, False, False]))
+    close(out.log_probs["h"], [-torch.tensor(2.0).log(), -torch.tensor(2.0).log(), NAN], 1e-6)
+    close(out.entropy["h"], [LOG_2] * 3, 1e-6)
+    assert not any(tensor.requires_grad for tensor in (*out.log_probs.values(), *out.approx_kl.values()))
+
+
+def test_an_action_out_of_range_is_nan_in_the_reference():
+    x = torch.zeros(3, 2, requires_grad=True)
+    fields = {"advantages": torch.ones(3), "log_probs": torch.zeros(3), "actions": torch.tensor([0, 2, -1])}
+    out = run(gs.PolicyGradient(), x, fields, "reference", reduction="sum")
+    assert out.per_step["h"].isnan().tolist() == [False, True, True]
+    assert gradient_of(out.loss, x)[0].isnan().all(1).tolist() == [False, True, True]
+
+
+@every_implementation
+def test_the_gradient_of_a_shared_deviation(impl):
+    """It is the sum over samples and steps, and counts once in the norm."""
+    predictions, targets = batch(B, T)
+    means, log_stds = (predictions["shared"][name].requires_grad_() for name in ("means", "log_stds"))
+    heads, target = {"h": gs.GaussianPolicyGradient(surrogate="log")}, {"h": targets["shared"]}
+    expanded = log_stds.detach().expand(B, T, D).clone().requires_grad_()
+    out = gs.multi_step_loss(heads, {"h": {"means": means, "log_stds": log_stds}}, target, impl=impl)
+    truth = gs.multi_step_loss(heads, {"h": {"means": means, "log_stds": expanded}}, target, impl="reference")
+    close(out.loss, truth.loss.detach())
+    found = gradient_of(out.loss, means, log_stds)
+    by_mean, by_log_std = gradient_of(truth.loss, means, expanded)
+    close(found[0], by_mean)
+    close(found[1], by_log_std.sum((0, 1)))
+    close(out.head_gradient_norms["h"], torch.cat([x.flatten() for x in found]).norm())
+    only = gs.multi_step_loss(heads, {"h": {"means": means.detach(), "log_stds": log_stds}}, target, impl=impl)
+    close(only.head_gradient_norms["h"], found[1].norm())
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_types(dtype, impl):
+    """Fields of any floating type are computed in the precision of the head."""
+    predictions, targets = batch(B, T, heads=["policy", "gaussian", "value"])
+    heads = {name: HEADS[name] for name in predictions}
+    given, leaves = leaves_of(mapped(lambda x: x.to(dtype), predictions))
+    out = gs.multi_step_loss(heads, given, targets, impl=impl)
+    doubled, truth = leaves_of(mapped(lambda x: x.detach().double(), given))
+    expected = gs.multi_step_loss(heads, doubled, targets, impl="reference")
+    assert out.loss.dtype == out.approx_kl["policy"].dtype == out.log_probs["policy"].dtype == torch.float32
+    torch.testing.assert_close(out.loss.double(), expected.loss, rtol=1e-5, atol=1e-5)
+    for found, wanted in zip(gradient_of(out.loss, *leaves), gradient_of(expected.loss, *truth), strict=True):
+        assert found.dtype == dtype
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(found.double(), wanted, rtol=max(2 * eps, 1e-5), atol=1e-5)
+
+
+@every_implementation
+def test_mappings_of_other_types(impl):
+    predictions, targets = with_steps()
+    expected = gs.multi_step_loss(HEADS, predictions, targets, impl="reference")
+    for kind in (types.MappingProxyType, collections.UserDict, collections.OrderedDict):
+        wrapped = [
+            kind({name: kind(value) if isinstance(value, dict) else value for name, value in given.items()})
+            for given in (predictions, targets)
+        ]
+        compare(gs.multi_step_loss(HEADS, *wrapped, impl=impl), expected)
+    tensordict = pytest.importorskip("tensordict")
+    wrapped = [tensordict.TensorDict({"policy": given["policy"]}, [B, T]) for given in (predictions, targets)]
+    head = {"policy": HEADS["policy"]}
+    close(gs.multi_step_loss(head, *wrapped, impl=impl).head_means["policy"], expected.head_means["policy"])
+
+
+@every_implementation
+def test_a_field_that_is_none_is_left_out(impl):
+    x, fields = leaf([-1]), {"advantages": doubles(1), "log_probs": None, "reference_log_probs": None}
+    out = run(gs.PolicyGradient(surrogate="log"), x, fields, impl)
+    assert out.loss == 1
+    assert out.approx_kl == {}
+
+
+@every_implementation
+def test_targets_of_one_tensor_and_by_field_are_the_same_head(impl):
+    """Of a `SoftCrossEntropy`, in two calls."""
+    heads, x = {"p": gs.SoftCrossEntropy()}, normal(B, A)
+    classes = torch.arange(B) % A
+    loss_fn = gs.MultiStepLoss(**heads)
+    one = loss_fn({"p": x}, {"p": classes}, steps=False, impl=impl).loss
+    sampled = {"classes": classes[:, None], "probabilities": torch.ones(B, 1)}
+    close(loss_fn({"p": x}, {"p": sampled}, steps=False, impl=impl).loss, one)
+
+
+@every_implementation
+def test_strides_of_zero(impl):
+    predictions, targets = batch(B, T, heads=["policy"])
+    by_sequence = normal(B, seed=1)
+    expanded = {**targets["policy"], "advantages": by_sequence[:, None].expand(B, T)}
+    copied = {**expanded, "advantages": expanded["advantages"].contiguous()}
+    heads = {"policy": HEADS["policy"]}
+    found, expected = (
+        gs.multi_step_loss(heads, predictions, {"policy": fields}, impl=impl).loss for fields in (expanded, copied)
+    )
+    assert found == expected
