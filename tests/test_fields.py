@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import math
 import types
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from test_policy_losses import (
-    IMPLEMENTATIONS,
     INF,
     LOG_2,
     NAN,
@@ -399,3 +396,119 @@ def test_strides_of_zero(impl):
         gs.multi_step_loss(heads, predictions, {"policy": fields}, impl=impl).loss for fields in (expanded, copied)
     )
     assert found == expected
+
+
+# ---- Contexts of PyTorch --------------------------------------------------------------------------------------------
+
+
+def of_one_tensor(impl: str, **options: Any) -> Any:
+    """The loss of all heads as a function of one tensor, which is added to every prediction."""
+    predictions, targets = with_steps()
+    if options.pop("lists", False):
+        predictions, targets = mapped(as_list, predictions), mapped(as_list, targets)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        add = lambda tensor: [entry + x for entry in tensor] if isinstance(tensor, list) else tensor + x
+        return gs.multi_step_loss(HEADS, mapped(add, predictions), targets, impl=impl, **options).loss
+
+    return loss
+
+
+def plain_gradient(f: Any, x: torch.Tensor) -> torch.Tensor:
+    x = x.detach().clone().requires_grad_()
+    return torch.autograd.grad(f(x), x)[0]
+
+
+def exported(f: Any, x: torch.Tensor) -> torch.Tensor:
+    class Module(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return f(x)
+
+    return plain_gradient(torch.export.export(Module(), (x,)).module(), x)
+
+
+def dual(f: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.forward_ad.dual_level():
+        made = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        return torch.autograd.forward_ad.unpack_dual(f(made)).tangent
+
+
+CONTEXTS = {
+    "compile": lambda f, x: plain_gradient(torch.compile(f, backend="aot_eager", fullgraph=True), x),
+    "compiled gradient": lambda f, x: torch.compile(torch.func.grad(f), backend="aot_eager", fullgraph=True)(x),
+    "export": exported,
+    "grad": lambda f, x: torch.func.grad(f)(x),
+    "vmap": lambda f, x: torch.func.vmap(torch.func.grad(f))(x.expand(2))[1],
+    "vmap of losses": lambda f, x: plain_gradient(lambda y: torch.func.vmap(f)(y.expand(2)).mean(), x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+    "forward mode": dual,
+}
+
+
+@every_implementation
+@pytest.mark.parametrize("form", ["stacked", "lists"])
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_contexts(context, form, impl):
+    torch._dynamo.reset()
+    x = torch.tensor(0.1, dtype=torch.float64)
+    options = {"mask": torch.rand(B, T) < 0.7, "lists": form == "lists"}
+    expected = plain_gradient(of_one_tensor("reference", **options), x)
+    close(CONTEXTS[context](of_one_tensor(impl, **options), x), expected, 1e-10)
+
+
+@every_implementation
+def test_second_derivatives(impl):
+    x = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(of_one_tensor(impl), x)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("form", ["stacked", "lists", "without steps"])
+def test_the_compiled_reference(form):
+    torch._dynamo.reset()
+    heads = {name: HEADS[name] for name in ("policy", "gaussian", "value")}
+    if form == "without steps":
+        heads["shared"] = gs.GaussianPolicyGradient()
+        predictions, targets = batch(B, heads=heads)
+        targets["shared"]["log_probs"] = normal(B)
+        options = {"steps": False}
+    else:
+        predictions, targets = batch(B, T, heads=heads)
+        options = {}
+    if form == "lists":
+        predictions, targets = mapped(as_list, predictions), mapped(as_list, targets)
+    compare(
+        gs.multi_step_loss(heads, predictions, targets, impl="compiled", **options),
+        gs.multi_step_loss(heads, predictions, targets, impl="reference", **options),
+    )
+
+
+def test_gradients_for_the_backward_pass_of_the_kernels():
+    """`_differentiable_gradients` returns them by head, field and step."""
+    predictions, targets = batch(B, T, heads=["gaussian", "shared", "plain"])
+    heads = {name: HEADS[name] for name in ("gaussian", "plain")}
+    heads["shared"] = gs.GaussianPolicyGradient(surrogate="log")
+    predictions["gaussian"]["log_stds"] = as_list(predictions["gaussian"]["log_stds"])
+    given, expected = [], []
+    for name in heads:
+        entries = predictions[name]
+        for value in entries.values() if isinstance(entries, dict) else [entries]:
+            expected += [x.requires_grad_() for x in (value if isinstance(value, list) else [value])]
+        given.append(entries)
+    loss = gs.multi_step_loss(heads, predictions, targets, impl="reference").loss
+    options = {name: [] for name in gs.call.options.BY_HEAD} | {"reduction": "mean", "steps": True}
+    found = gs.loss.multi_step._differentiable_gradients(
+        heads, given, [targets[name] for name in heads], options, torch.tensor(2.0), False
+    )
+    for one, truth in zip(found, gradient_of(2 * loss, *expected), strict=True):
+        close(one, truth)
+
+
+@every_implementation
+def test_normalized_importance_weights(impl):
+    predictions, targets = batch(B, T, heads=["policy"])
+    heads, weights = {"policy": HEADS["policy"]}, torch.rand(B)
+    options = {"importance_weights": weights, "normalize_importance_weights": True}
+    found = gs.multi_step_loss(heads, predictions, targets, impl=impl, **options)
+    expected = gs.multi_step_loss(heads, predictions, targets, importance_weights=weights / weights.max())
+    close(found.loss, expected.loss)

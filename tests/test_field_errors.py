@@ -1,0 +1,333 @@
+"""Errors of predictions and targets by field, of calls without steps, and of the arguments of policy heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_policy_losses import INF, NAN, doubles, every_implementation, run
+
+import gradscale_ext as gs
+
+B, T, A, D = 6, 3, 5, 2
+
+
+def fields_of(**changed: Any) -> dict[str, Any]:
+    """Of a policy with `[B, T]` discrete actions."""
+    fields = {
+        "actions": torch.zeros(B, T, dtype=torch.int64),
+        "advantages": torch.ones(B, T),
+        "log_probs": torch.zeros(B, T),
+        **changed,
+    }
+    return {name: x for name, x in fields.items() if x is not None}
+
+
+LOGITS = torch.zeros(B, T, A)
+GAUSSIAN = {"means": torch.zeros(B, T, D), "log_stds": torch.zeros(D)}
+WRONG = {  # head, prediction, target; error, and words of its message
+    "a missing field": (
+        gs.PolicyGradient(),
+        LOGITS,
+        fields_of(log_probs=None),
+        ValueError,
+        "no field 'log_probs'; write",
+    ),
+    "an unknown field": (gs.PolicyGradient(), LOGITS, fields_of(returns=LOGITS), ValueError, "'returns', which Pol"),
+    "no mapping": (gs.PolicyGradient(), LOGITS, torch.ones(B, T), TypeError, "must be a mapping of fields"),
+    "a list": (gs.PolicyGradient(), LOGITS, [torch.ones(B)] * T, TypeError, "write targets={'h': {'actions': ..., "),
+    "a mapping": (gs.Huber(), torch.ones(B, T), {"x": torch.ones(B, T)}, TypeError, "it is a mapping of 'x'"),
+    "a mapping of logits": (gs.PolicyGradient(), {"logits": LOGITS}, fields_of(), TypeError, "a mapping of 'logits'"),
+    "a gradient": (
+        *(gs.PolicyGradient(), LOGITS, fields_of(advantages=torch.ones(B, T, requires_grad=True))),
+        *(ValueError, "'advantages' in the target of head 'h' at step 0 requires grad.*write advantages.detach()"),
+    ),
+    "a reference without kl_weight": (
+        *(gs.PolicyGradient(), LOGITS, fields_of(reference_log_probs=torch.ones(B, T))),
+        *(ValueError, "reference_log_probs needs a kl_weight above 0"),
+    ),
+    "no reference": (gs.PolicyGradient(kl_weight=1), LOGITS, fields_of(), ValueError, "no field 'reference_log_probs'"),
+    "a shape": (
+        *(gs.PolicyGradient(), LOGITS, fields_of(advantages=torch.ones(B, T, 1))),
+        *(ValueError, "the stacked field 'advantages' in .* shape \\[B, T\\] .* write advantages.squeeze\\(-1\\)"),
+    ),
+    "a batch": (
+        *(gs.PolicyGradient(), LOGITS, fields_of(advantages=[torch.ones(B + 1)] * T)),
+        *(ValueError, f"'advantages' .* at step 0 must have shape \\[{B}\\] .* but it has \\[{B + 1}\\]"),
+    ),
+    "a number of steps": (
+        *(gs.PolicyGradient(), LOGITS, fields_of(advantages=torch.ones(B, T - 1))),
+        *(ValueError, f"'advantages' in the target of head 'h' must have {T} entries"),
+    ),
+    "int32": (
+        *(gs.PolicyGradient(), LOGITS, fields_of(actions=torch.zeros(B, T, dtype=torch.int32))),
+        *(TypeError, "must be torch.int64, but it is torch.int32; write actions.long()"),
+    ),
+    "advantages of integers": (
+        *(gs.PolicyGradient(), LOGITS, fields_of(advantages=torch.ones(B, T, dtype=torch.int64))),
+        *(TypeError, "'advantages' .* must be float64, float32, bfloat16 or float16"),
+    ),
+    "another device": (
+        *(gs.PolicyGradient(), LOGITS, fields_of(advantages=torch.ones(B, T, device="meta"))),
+        *(ValueError, "'advantages' .* is on meta, but the predictions are on cpu"),
+    ),
+    "NumPy": (
+        *(gs.PolicyGradient(), LOGITS, fields_of(advantages=torch.ones(B, T).numpy())),
+        *(TypeError, "'advantages' .* must be a tensor or a list .* torch.as_tensor"),
+    ),
+    "choices that do not add up": (
+        *(gs.PolicyGradient(choices=(2, 2)), LOGITS, fields_of(actions=torch.zeros(B, T, 2, dtype=torch.int64))),
+        *(ValueError, f"must have shape \\[{B}, 4\\] for PolicyGradient, but it has \\[{B}, {A}\\]"),
+    ),
+    "actions of choices": (
+        *(gs.PolicyGradient(choices=(2, 3)), LOGITS, fields_of()),
+        *(ValueError, "'actions' .* must have shape \\[B, T, 2\\]"),
+    ),
+    "entropy of log-probabilities": (
+        *(gs.PolicyGradient(entropy_weight=0.1), LOGITS[..., 0], fields_of(actions=None)),
+        *(ValueError, "head 'h' must have entropy_weight=0.0 for predictions .* but it is 0.1"),
+    ),
+    "choices of log-probabilities": (
+        *(gs.PolicyGradient(choices=(2, 3)), LOGITS[..., 0], fields_of(actions=None)),
+        *(ValueError, "head 'h' must have choices=None for predictions .* but it is"),
+    ),
+    "actions of log-probabilities": (
+        *(gs.PolicyGradient(), LOGITS[..., 0], fields_of()),
+        *(ValueError, "'actions' belongs to predictions \\[B, A\\]: write steps=False"),
+    ),
+    "one tensor for two": (gs.GaussianPolicyGradient(), LOGITS, fields_of(), TypeError, "predictions={'h': {'means': "),
+    "no deviation": (
+        *(gs.GaussianPolicyGradient(), {"means": LOGITS}, fields_of(actions=LOGITS)),
+        *(ValueError, "the prediction of head 'h' has no field 'log_stds'"),
+    ),
+    "a deviation of another size": (
+        *(gs.GaussianPolicyGradient(), {"means": LOGITS, "log_stds": torch.ones(2)}, fields_of(actions=LOGITS)),
+        *(ValueError, f"'log_stds' in the prediction of head 'h' must have shape \\[{A}\\]"),
+    ),
+    "a deviation for each step": (
+        *(gs.GaussianPolicyGradient(), {"means": LOGITS, "log_stds": [torch.ones(A)] * T}, fields_of(actions=LOGITS)),
+        *(ValueError, f"'log_stds' in the prediction of head 'h' at step 0 must have shape \\[B, {A}\\]"),
+    ),
+    "discrete actions of a Gaussian": (
+        *(gs.GaussianPolicyGradient(), GAUSSIAN, fields_of(actions=torch.zeros(B, T, D, dtype=torch.int64))),
+        *(TypeError, "'actions' .* must be float64"),
+    ),
+    "no earlier values": (
+        *(gs.ClippedSquaredError(), torch.ones(B, T), {"returns": torch.ones(B, T)}),
+        *(ValueError, "no field 'values'; write targets={'h': {'returns': ..., 'values': ...}}"),
+    ),
+    "smoothed classes": (
+        *(gs.SoftCrossEntropy(label_smoothing=0.1), LOGITS),
+        {"classes": torch.zeros(B, T, 2, dtype=torch.int64), "probabilities": torch.ones(B, T, 2)},
+        *(ValueError, "head 'h' must have label_smoothing=0.0 .* but it is 0.1"),
+    ),
+    "classes and probabilities of different sizes": (
+        *(gs.SoftCrossEntropy(), LOGITS),
+        {"classes": torch.zeros(B, T, 2, dtype=torch.int64), "probabilities": torch.ones(B, T, 3)},
+        *(ValueError, f"'probabilities' .* must have shape \\[{B}, 2\\]"),
+    ),
+    "fractions of another size": (
+        *(gs.QuantileHuber(), LOGITS, {"samples": torch.ones(B, T, 2), "fractions": torch.ones(B, T, 2)}),
+        *(ValueError, f"'fractions' .* must have shape \\[{B}, {A}\\]"),
+    ),
+}
+
+
+@every_implementation
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_name_head_and_field(name, impl):
+    head, prediction, target, error, words = WRONG[name]
+    with pytest.raises(error, match=words) as info:
+        gs.multi_step_loss({"h": head}, {"h": prediction}, {"h": target}, impl=impl)
+    assert str(info.value).startswith("multi_step_loss: ")
+    assert "'h'" in str(info.value)
+
+
+@every_implementation
+def test_fields_may_require_grad_while_nothing_is_recorded(impl):
+    target = fields_of(advantages=torch.ones(B, T, requires_grad=True))
+    with torch.no_grad():
+        run(gs.PolicyGradient(), LOGITS, target, impl, steps=True)
+
+
+@every_implementation
+def test_errors_without_steps(impl):
+    x, target = LOGITS[:, 0], {name: field[:, 0] for name, field in fields_of().items()}
+    for options, words in (
+        ({"step_weights": [1.0]}, "step_weights needs steps, but steps=False"),
+        ({"step_gradient_scale": "unroll"}, "step_gradient_scale needs steps"),
+        ({"mask": torch.ones(B, 1, dtype=torch.bool)}, "shape \\[B\\] .* write mask.squeeze"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            run(gs.PolicyGradient(), x, target, impl, **options)
+    with pytest.raises(ValueError, match="head 'h' must have first_step=0 with steps=False, but it has 1"):
+        run(gs.PolicyGradient(first_step=1), x, target, impl)
+    with pytest.raises(TypeError, match="must be one tensor with steps=False, but it is of type list"):
+        run(gs.PolicyGradient(), [x], target, impl)
+    with pytest.raises(TypeError, match=r"'advantages' .* must be one tensor with steps=False"):
+        run(gs.PolicyGradient(), x, {**target, "advantages": [torch.ones(B)]}, impl)
+    with pytest.raises(ValueError, match=f"must have shape .* but it has \\[{B}, {T}, {A}\\]"):
+        run(gs.PolicyGradient(), LOGITS, target, impl)
+    with pytest.raises(ValueError, match="write steps=False"):
+        run(gs.PolicyGradient(), x, target, impl, steps=True)
+    with pytest.raises(TypeError, match="steps must be True or False"):
+        run(gs.PolicyGradient(), x, target, impl, steps=0)
+
+
+ARGUMENTS = {
+    "clip=True": (
+        {"clip": True},
+        TypeError,
+        "clip must be a number, a pair of numbers or None, but it is of type bool",
+    ),
+    "clip of text": ({"clip": "0.2"}, TypeError, "clip must be a number, a pair"),
+    "clip below 0": ({"clip": -0.1}, ValueError, "clip must be finite and at least 0, but it is -0.1"),
+    "an infinite clip": ({"clip": (0.2, INF)}, ValueError, "clip must be finite"),
+    "one number": ({"clip": (0.2,)}, ValueError, "clip must be a number, a pair"),
+    "a clip of log": ({"clip": 0.2, "surrogate": "log"}, ValueError, "clip must be None with surrogate='log'"),
+    "no clip of cispo": ({"surrogate": "cispo"}, ValueError, "clip must be given with surrogate='cispo'"),
+    "None for cispo": ({"surrogate": "cispo", "clip": None}, ValueError, "clip must be a number"),
+    "another surrogate": (
+        {"surrogate": "trpo"},
+        ValueError,
+        "surrogate must be 'ppo', 'log' or 'cispo', but it is 'trpo'",
+    ),
+    "dual_clip of 1": ({"dual_clip": 1}, ValueError, "dual_clip must be None, or finite and above 1, but it is 1"),
+    "dual_clip of log": (
+        {"dual_clip": 2, "surrogate": "log"},
+        ValueError,
+        "dual_clip must be None with surrogate='log'",
+    ),
+    "dual_clip of cispo": (
+        {"dual_clip": 2, "surrogate": "cispo", "clip": 1},
+        ValueError,
+        "dual_clip must be None with",
+    ),
+    "an infinite entropy_weight": ({"entropy_weight": INF}, ValueError, "entropy_weight must be finite"),
+    "a negative kl_weight": ({"kl_weight": -1}, ValueError, "kl_weight must be finite and at least 0"),
+    "a negative weight": ({"weight": -1}, ValueError, "weight must be finite and at least 0"),
+    "no choices": ({"choices": ()}, ValueError, "choices must be None or a tuple of at least one integer"),
+    "choices of 0": ({"choices": (2, 0)}, ValueError, "choices must be"),
+    "choices of numbers": ({"choices": (2.0,)}, TypeError, "choices must be"),
+    "choices=True": ({"choices": (True,)}, TypeError, "choices must be"),
+    "one choice": ({"choices": 3}, TypeError, "choices must be"),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_errors_of_arguments(name):
+    arguments, error, words = ARGUMENTS[name]
+    for head in (gs.PolicyGradient, gs.GaussianPolicyGradient) if "choices" not in arguments else (gs.PolicyGradient,):
+        with pytest.raises(error, match=f"{head.__name__}: {words}"):
+            head(**arguments)
+
+
+def test_arguments_are_kept():
+    assert gs.PolicyGradient().clip == 0.2
+    assert gs.PolicyGradient(surrogate="log").clip is None
+    assert gs.PolicyGradient(clip=None).clip is None
+    assert gs.PolicyGradient(clip=[0.2, 3]).clip == (0.2, 3)
+    assert gs.PolicyGradient(clip=np.float32(0.25)) == gs.PolicyGradient(clip=0.25)
+    assert gs.PolicyGradient(choices=np.array([2, 3])).choices == (2, 3)
+    assert hash(gs.PolicyGradient(clip=[0.1, 0.2])) == hash(gs.PolicyGradient(clip=(0.1, 0.2)))
+    with pytest.raises(TypeError, match="choices"):
+        gs.GaussianPolicyGradient(choices=(2,))
+    with pytest.raises(
+        ValueError, match="ClippedSquaredError: clip must be None, or finite and at least 0, but it is -1"
+    ):
+        gs.ClippedSquaredError(clip=-1)
+    with pytest.raises(TypeError, match="ClippedSquaredError: clip must be a number"):
+        gs.ClippedSquaredError(clip=(0.1, 0.2))
+
+
+def test_the_heads_of_ppo():
+    heads = gs.MultiStepLoss.ppo().heads
+    assert heads == {
+        "policy": gs.PolicyGradient(clip=0.2, entropy_weight=0.01),
+        "value": gs.ClippedSquaredError(clip=None, weight=0.25),
+    }
+    heads = gs.MultiStepLoss.ppo(
+        clip=(0.1, 0.3), value_clip=0.4, value_weight=1, entropy_weight=0, choices=[2, 3]
+    ).heads
+    assert heads["policy"] == gs.PolicyGradient(clip=(0.1, 0.3), choices=(2, 3))
+    assert heads["value"] == gs.ClippedSquaredError(clip=0.4, weight=0.5)
+    assert gs.MultiStepLoss.ppo(continuous=True).heads["policy"] == gs.GaussianPolicyGradient(entropy_weight=0.01)
+    with pytest.raises(TypeError, match="choices are of discrete actions, but continuous=True"):
+        gs.MultiStepLoss.ppo(continuous=True, choices=(2,))
+
+
+REJECTED = {  # head, prediction, target, words
+    "an illegal action": (
+        *(gs.PolicyGradient(), torch.tensor([[0, -INF], [0, -INF]])),
+        {"actions": torch.tensor([0, 1]), "advantages": torch.ones(2), "log_probs": -torch.ones(2)},
+        "'actions' in the target of head 'h' is an illegal action: its logit is -inf: sample 1 has 1",
+    ),
+    "an illegal action of a choice": (
+        *(gs.PolicyGradient(choices=(1, 2)), torch.tensor([[0, 0, 0], [0, 0, -INF]])),
+        {"actions": torch.tensor([[0, 1], [0, 1]]), "advantages": torch.ones(2), "log_probs": -torch.ones(2)},
+        "illegal action: its logit is -inf: sample 1 has \\[0, 1\\]",
+    ),
+    "NaN advantages": (
+        *(gs.PolicyGradient(), torch.zeros(2)),
+        {"advantages": torch.tensor([0, NAN]), "log_probs": torch.ones(2)},
+        "'advantages' in the target of head 'h' is not finite: sample 1 has nan",
+    ),
+    "probabilities": (
+        *(gs.PolicyGradient(), torch.zeros(2, 3)),
+        {"actions": torch.tensor([0, 1]), "advantages": torch.ones(2), "log_probs": torch.tensor([-1, 0.5])},
+        "'log_probs' in the target of head 'h' is above 0: sample 1 has 0.5",
+    ),
+    "an action out of range": (
+        *(gs.PolicyGradient(), torch.zeros(2, 3)),
+        {"actions": torch.tensor([0, 3]), "advantages": torch.ones(2), "log_probs": -torch.ones(2)},
+        "must be actions from 0 to 2: sample 1 has 3",
+    ),
+    "a fraction": (
+        *(gs.QuantileHuber(), torch.zeros(2, 1)),
+        {"samples": torch.ones(2, 1), "fractions": torch.tensor([[0.5], [1.5]])},
+        "must be in 0..1: sample 1 has \\[1.5\\]",
+    ),
+    "an illegal class": (
+        *(gs.SoftCrossEntropy(), torch.tensor([[0, 0, -INF]] * 2)),
+        {"classes": torch.tensor([[0, 2]] * 2), "probabilities": torch.tensor([[1.0, 0], [0.5, 0.5]])},
+        "'probabilities' .* is positive where the logit is -inf.*sample 1",
+    ),
+    "values": (
+        *(gs.ClippedSquaredError(), torch.zeros(2)),
+        {"returns": torch.zeros(2), "values": torch.tensor([0, NAN])},
+        "'values' .* is not finite: sample 1",
+    ),
+}
+
+
+@every_implementation
+@pytest.mark.parametrize("name", REJECTED)
+def test_values_that_check_rejects(name, impl):
+    head, prediction, target, words = REJECTED[name]
+    with pytest.raises(ValueError, match=words):
+        run(head, prediction, target, impl, check=True)
+    run(head, prediction, target, impl, check=True, mask=torch.tensor([True, False]))
+
+
+@every_implementation
+def test_values_that_check_accepts(impl):
+    """A density above 1, and log-probabilities of -inf."""
+    fields = {"actions": torch.zeros(2, D), "advantages": torch.ones(2), "log_probs": torch.tensor([5, -INF])}
+    prediction = {"means": torch.zeros(2, D), "log_stds": torch.full((D,), -9.0)}
+    run(gs.GaussianPolicyGradient(), prediction, fields, impl, check=True)
+    run(
+        gs.PolicyGradient(),
+        torch.ones(2),
+        {name: fields[name] for name in ("advantages", "log_probs")},
+        impl,
+        check=True,
+    )
+    run(
+        gs.ClippedSquaredError(clip=None),
+        torch.ones(1),
+        {"returns": doubles(1), "values": doubles(NAN)},
+        impl,
+        check=True,
+    )
