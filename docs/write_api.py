@@ -103,9 +103,11 @@ def of_dataclass(node: ast.ClassDef) -> list[str]:
     keyword_only: list[str] = []
 
     def add(node: ast.ClassDef) -> None:
-        for base in node.bases:
-            if isinstance(base, ast.Name) and base.id in modules():
-                add(definitions(modules()[base.id])[base.id])
+        for base in [base for base in node.bases if isinstance(base, ast.Name)]:
+            files = [module for module in dict.fromkeys(modules().values()) if path_of(module).is_file()]
+            found = [definitions(module)[base.id] for module in files if base.id in definitions(module)]
+            if found:  # also a base that gradscale_ext does not export
+                add(found[0])
         is_only = any("kw_only=True" in ast.unparse(decorator) for decorator in node.decorator_list)
         for entry in node.body:
             if isinstance(entry, ast.AnnAssign) and ast.unparse(entry.annotation) == "KW_ONLY":
