@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 from digests import loss_digest
+from policies import CASES
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import gradscale_ext as gs
@@ -1291,13 +1292,10 @@ def test_every_kind_of_head_is_known_everywhere():
     heads = {cls.kind: cls for cls in public if isinstance(cls, type) and issubclass(cls, gs.Head) and cls.kind}
     header = (Path(__file__).parent.parent / "csrc/loss/kernels.h").read_text()
     in_kernels = dict(re.findall(r"^  kind\((\w+), (\w+)", header, re.MULTILINE))
-    # TEMPORARY, until csrc/loss has the heads of policies.
-    missing = {"policy_gradient", "gaussian_policy_gradient", "clipped_squared_error"} - set(in_kernels)
-    assert set(heads) == set(in_kernels) | missing == set(gs.reference.formulas.LOSSES)
+    assert set(heads) == set(in_kernels) == set(gs.reference.formulas.LOSSES)
     assert {kind: str(heads[kind].detail).lower() for kind in in_kernels} == in_kernels
-    assert {type(head) for head in ALL_HEADS.values()} == {
-        head for kind, head in heads.items() if kind not in missing
-    }  # heads of the tests above
+    tested = {type(head) for head in ALL_HEADS.values()} | {type(head) for head, _ in CASES.values()}
+    assert tested == set(heads.values())  # the tests above and test_policy_kernels.py
 
 
 @pytest.mark.parametrize(

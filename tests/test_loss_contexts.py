@@ -544,7 +544,7 @@ def test_opcheck():
             options = Options(**by_head, reduction=reduction, batch_first=batch_first)
             torch.library.opcheck(
                 torch.ops.gradscale_ext.multi_step_loss.default,
-                (flat, flat_targets, [3, 2, 2, 3], [3, 2, 2, -1], *record, [], *options),
+                (flat, flat_targets, [3, 2, 2, 3], [3, 2, 2, -1, -1], *record, [], *options),
                 # test_aot_dispatch_dynamic compares outputs after a backward pass. The operator's outputs include
                 # gradients, whose memory the backward pass takes, so that their content is undefined.
                 test_utils=["test_schema", "test_autograd_registration", "test_faketensor"]

@@ -12,7 +12,7 @@ from torch.distributions import Categorical, Independent, Normal
 import gradscale_ext as gs
 
 #: Of the loss. "auto" runs the kernels.
-IMPLEMENTATIONS = ["reference"]
+IMPLEMENTATIONS = ["reference", "fused"]
 every_implementation = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 INF, NAN = math.inf, math.nan
 LOG_2 = math.log(2)

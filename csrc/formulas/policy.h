@@ -169,6 +169,12 @@ struct ChoiceSums {
   }
 };
 
+// A loss with an entropy bonus. An infinite entropy counts only if it has a weight.
+template <class A>
+GRADSCALE_HOST_DEVICE A with_bonus(A loss, A entropy_weight, A entropy) {
+  return loss - product(entropy_weight, entropy);
+}
+
 // The gradient of -slope log pi(a) - w H by the logits of a choice.
 template <class A>
 struct ChoiceGradient {

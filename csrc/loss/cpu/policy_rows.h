@@ -53,8 +53,8 @@ void score_rows(
       with_reference(std::integral_constant<Surrogate, Surrogate::cispo>());
       break;
   }
-  for (int64_t i = 0; i < kLanes && entropy != nullptr && entropy_weight != 0; ++i) {
-    losses[i] -= entropy_weight * entropy[i];
+  for (int64_t i = 0; i < kLanes && entropy != nullptr; ++i) {
+    losses[i] = with_bonus(losses[i], entropy_weight, entropy[i]);
   }
   s.loss.store(row_batch.first, row_batch.count, losses);
   if (s.detail.data != nullptr) {
@@ -369,8 +369,8 @@ template <class A>
     return;
   }
   const A entropy_weight = static_cast<A>(s.head->entropy_weight);
-  const double counts_means = s.gradient.data == nullptr ? 0 : 1;
-  const double counts_scales = log_scale_gradient.data == nullptr || s.shares_scales ? 0 : 1;
+  const bool counts_means = s.gradient.data != nullptr;
+  const bool counts_scales = log_scale_gradient.data != nullptr && !s.shares_scales;
   double squares[kLanes] = {};
   each_part([&](int64_t begin, int64_t count) {
     for (int64_t j = 0; j < count; ++j) {
@@ -382,7 +382,7 @@ template <class A>
         const A of_scale = term.log_scale_gradient(slopes[i], entropy_weight) * c;
         columns.means.at[j][i] = of_mean;
         columns.log_scales.at[j][i] = of_scale;
-        squares[i] += product(counts_means, squared(of_mean)) + product(counts_scales, squared(of_scale));
+        squares[i] += (counts_means ? squared(of_mean) : 0) + (counts_scales ? squared(of_scale) : 0);
       }
     }
     const auto write = [&](Rows rows, const Columns<A>& gradients) {

@@ -141,8 +141,8 @@ GRADSCALE_DEVICE void scored_row(RowOf<PolicyGradient<A>>, const RowTask& task) 
       square += ChoiceOfRow<T>(task, c).write_gradient(task, score.slope);
     }
   }
-  const A bonus = product(static_cast<A>(head.entropy_weight), entropy);
-  task.store(score.loss - bonus, entropy, square, largest_finite);
+  const A loss = with_bonus(score.loss, static_cast<A>(head.entropy_weight), entropy);
+  task.store(loss, entropy, square, largest_finite);
 }
 
 // ---- Normal distributions -------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ GRADSCALE_DEVICE void scored_row(RowOf<GaussianPolicyGradient<A>>, const RowTask
       }
     });
   }
-  task.store(score.loss - product(entropy_weight, entropy), entropy, square, 0);
+  task.store(with_bonus(score.loss, entropy_weight, entropy), entropy, square, 0);
 }
 
 } // namespace gradscale
