@@ -110,7 +110,7 @@ struct PolicyScore {
 
   // The divergence from a reference policy, estimated from this action (Schulman's k3).
   GRADSCALE_HOST_DEVICE void add_divergence(A log_prob, const PolicyFields<A>& fields, Score<A>& score) const {
-    constexpr A none = -static_cast<A>(INFINITY);
+    const A none = -static_cast<A>(INFINITY);
     const bool both_illegal = log_prob == none && fields.reference_log_prob == none;
     const auto k3 = exponential_beyond(both_illegal ? A(0) : fields.reference_log_prob - log_prob);
     score.loss += kl_weight * k3.value;

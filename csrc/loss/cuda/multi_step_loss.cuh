@@ -119,7 +119,7 @@ loss_rows(GRADSCALE_ARGUMENT(DevicePass) device) {
         reinterpret_cast<const Head*>(table + device.heads)[head],
         reinterpret_cast<const Coefficients*>(table + device.coefficients)[head],
         reinterpret_cast<const Segment*>(table + device.segments)[uniform(row_range.first_segment + step)],
-        reinterpret_cast<const Rows*>(table + device.fields),
+        reinterpret_cast<const gradscale::Rows*>(table + device.fields),
         place - step * row_range.blocks_per_segment,
         thread,
         reinterpret_cast<char*>(shared)};
