@@ -34,6 +34,20 @@ GRADSCALE_HOST_DEVICE int32_t threads_for_row(int64_t width, int64_t element_byt
   return threads;
 }
 
+// The same where the work of a row that its threads repeat, such as the score of a policy, is larger than the work of
+// its elements: at least two parts of 16 bytes for a thread, also if their loads coalesce less.
+GRADSCALE_HOST_DEVICE int32_t threads_for_short_row(int64_t width, int64_t element_bytes, int32_t block) {
+  const int64_t parts = (width * element_bytes + 15) / 16;
+  if (parts > 32 * 8) {
+    return block;
+  }
+  int32_t threads = 1;
+  while (threads < 32 && 4 * threads <= parts) {
+    threads *= 2;
+  }
+  return threads;
+}
+
 constexpr int kWindowsPerThread = 8; // kept unconverted in registers: 128 bytes
 
 // The number of threads per row if they keep all of its windows unconverted in registers; 0 if a warp has too few

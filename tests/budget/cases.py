@@ -83,6 +83,23 @@ def _divergence(dtype: torch.dtype, batch: int) -> tuple[Call, float]:
     return lambda: module({"head": logits.requires_grad_()}, {"head": others}), batch * STEPS
 
 
+def _policy(actions: int | None, batch: int) -> tuple[Call, float]:
+    """PPO with its value, with logits of `actions`, or with 6 normal distributions."""
+    advantages, log_probs, returns = torch.randn(3, batch)
+    target = {"advantages": advantages, "log_probs": log_probs - 1}
+    if actions is None:
+        head: gs.heads.Head = gs.GaussianPolicyGradient()
+        prediction: object = {name: torch.randn(batch, 6, requires_grad=True) for name in ("means", "log_stds")}
+        target["actions"] = torch.randn(batch, 6)
+    else:
+        head, prediction = gs.PolicyGradient(entropy_weight=0.01), torch.randn(batch, actions, requires_grad=True)
+        target["actions"] = torch.randint(0, actions, (batch,))
+    module = gs.MultiStepLoss(policy=head, value=gs.ClippedSquaredError(weight=0.25))
+    predictions = {"policy": prediction, "value": torch.randn(batch, requires_grad=True)}
+    targets = {"policy": target, "value": {"returns": returns, "values": returns}}
+    return lambda: module(predictions, targets, steps=False), batch
+
+
 def _muzero_loss(batch: int) -> tuple[Call, float]:
     """Three heads at 6, 5 and 6 steps, as in MuZero, and the number of warps of loss_totals.
 
@@ -278,6 +295,17 @@ def _muzero_targets(batch: int, by_row: bool = False) -> tuple[Call, float]:
     td_steps = torch.full((batch,), n) if by_row else n
     options = {"num_unroll_steps": unroll_steps, "td_steps": td_steps, "discount": 0.997}
     return partial(gs.muzero_targets, rewards, values, **options), batch
+
+
+def _policy_cases() -> list[Case]:
+    """PPO with a value, forward pass with gradients, fp32. A row has its logits and their gradients, an int64 action,
+    three numbers of the policy and four of the value, and stores five results and two pairs of metrics.
+    """
+    return [
+        Case("PPO with value, 4 actions", partial(_policy, 4), 116, 40, 2048, issue=2),
+        Case("PPO with value, 18 actions", partial(_policy, 18), 228, 100, 1024, issue=2),
+        Case("PPO with value, 6 normal distributions", partial(_policy, None), 204, 100, 1024, issue=2),
+    ]
 
 
 def _returns_cases() -> list[Case]:
@@ -481,5 +509,5 @@ def _mixed_cases(dtype: torch.dtype) -> list[Mixed]:
 
 
 CASES = [case for dtype in (torch.float32, torch.bfloat16) for case in _cases_of(dtype)]
-CASES += _returns_cases() + _latency_cases()
+CASES += _policy_cases() + _returns_cases() + _latency_cases()
 MIXED = [case for dtype in (torch.float32, torch.bfloat16) for case in _mixed_cases(dtype)]

@@ -269,7 +269,9 @@ class Launches {
         segment.width,
         " and its target ",
         segment.target_width);
-    const int32_t threads = threads_for_row(segment.width, element_size(segment.prediction.element), kRowThreads);
+    const int32_t bytes = element_size(segment.prediction.element);
+    const int32_t threads = is_policy(segment.head->kind) ? threads_for_short_row(segment.width, bytes, kRowThreads)
+                                                          : threads_for_row(segment.width, bytes, kRowThreads);
     const RowSpecification specification = specification_of(argument_.pass, segment);
     const auto found = std::find(row_kinds_.begin(), row_kinds_.end(), specification);
     const auto row_kind = static_cast<int32_t>(found - row_kinds_.begin());

@@ -126,10 +126,12 @@ GRADSCALE_DEVICE void scored_row(RowOf<PolicyGradient<A>>, const RowTask& task) 
   }
   const Head& head = task.block.head;
   const int32_t count = num_choices(head);
-  A log_prob = 0, entropy = 0, largest_finite = 0, square = 0;
+  ChoiceOfRow<T> choice(task, 0);
+  A log_prob = choice.sums.log_prob(), entropy = choice.sums.entropy(), square = 0;
+  A largest_finite = choice.largest_finite;
 #pragma unroll 1
-  for (int32_t c = 0; c < count; ++c) {
-    const ChoiceOfRow<T> choice(task, c);
+  for (int32_t c = 1; c < count; ++c) {
+    choice = ChoiceOfRow<T>(task, c);
     log_prob += choice.sums.log_prob();
     entropy += choice.sums.entropy();
     largest_finite = larger(largest_finite, choice.largest_finite);
@@ -138,7 +140,10 @@ GRADSCALE_DEVICE void scored_row(RowOf<PolicyGradient<A>>, const RowTask& task) 
   if (task.wants_gradient()) {
 #pragma unroll 1
     for (int32_t c = 0; c < count; ++c) {
-      square += ChoiceOfRow<T>(task, c).write_gradient(task, score.slope);
+      if (count > 1) {
+        choice = ChoiceOfRow<T>(task, c);
+      }
+      square += choice.write_gradient(task, score.slope);
     }
   }
   const A loss = with_bonus(score.loss, static_cast<A>(head.entropy_weight), entropy);
