@@ -143,10 +143,10 @@ struct PolicyScore {
 // of the others are added up without the chosen one, so that nothing cancels where its probability is near 1.
 template <class A>
 struct ChoiceSums {
-  A others = 0;   // sum of e without the chosen one
-  A weighted = 0; // sum of e d
-  A chosen_e = 0; // 0 if no element was chosen
-  A chosen_difference = static_cast<A>(NAN);
+  A others;            // sum of e without the chosen one
+  A weighted;          // sum of e d
+  A chosen_e;          // 0 if no element was chosen
+  A chosen_difference; // d of the chosen one; NaN if there is none
 
   GRADSCALE_HOST_DEVICE A sum() const {
     return others + chosen_e;
@@ -201,11 +201,12 @@ struct ChoiceGradient {
 template <class A>
 struct NormalTerm {
   A inverse_scale;
-  A z;
+  A z; // (action - mean) / scale
   A log_scale;
 
-  GRADSCALE_HOST_DEVICE NormalTerm(A mean, A log_scale, A action)
-      : inverse_scale(exponential(-log_scale)), z((action - mean) * inverse_scale), log_scale(log_scale) {
+  GRADSCALE_HOST_DEVICE static NormalTerm of(A mean, A log_scale, A action) {
+    const A inverse_scale = exponential(-log_scale);
+    return {inverse_scale, (action - mean) * inverse_scale, log_scale};
   }
   GRADSCALE_HOST_DEVICE A log_prob() const {
     return A(-0.5) * z * z - log_scale - static_cast<A>(0.91893853320467274178); // log(2 pi) / 2

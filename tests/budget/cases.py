@@ -302,9 +302,20 @@ def _policy_cases() -> list[Case]:
     three numbers of the policy and four of the value, and stores five results and two pairs of metrics.
     """
     return [
-        Case("PPO with value, 4 actions", partial(_policy, 4), 116, 40, 2048, issue=2),
-        Case("PPO with value, 18 actions", partial(_policy, 18), 228, 100, 1024, issue=2),
-        Case("PPO with value, 6 normal distributions", partial(_policy, None), 204, 100, 1024, issue=2),
+        Case("PPO with value, 4 actions", partial(_policy, 4), 116, 45, 2048, issue=2, disagreement=0.6, in_flight=0),
+        Case(
+            "PPO with value, 18 actions", partial(_policy, 18), 228, 125, 1024, issue=2, disagreement=0.6, in_flight=0
+        ),
+        Case(
+            "PPO with value, 6 normal distributions",
+            partial(_policy, None),
+            204,
+            65,
+            1024,
+            issue=2,
+            disagreement=0.6,
+            in_flight=0,
+        ),
     ]
 
 

@@ -107,75 +107,110 @@ inline int32_t action_of(const Segment& s, int64_t row, int32_t index, Choice ch
   return class_of(row_of<int64_t>(s.target, row)[index], choice.end - choice.begin);
 }
 
-// Short rows: column j holds element j of 16 rows, first its logits, then their exponentials, then the gradient.
+// The sums of a choice for 16 rows.
+template <class A>
+struct ChoiceLanes {
+  alignas(64) A others[kLanes];
+  alignas(64) A weighted[kLanes];
+  alignas(64) A chosen_e[kLanes];
+  alignas(64) A chosen_difference[kLanes];
+
+  ChoiceSums<A> of(int64_t lane) const {
+    return {others[lane], weighted[lane], chosen_e[lane], chosen_difference[lane]};
+  }
+};
+
+// Short rows: column j holds element j of 16 rows, first its logits, then their exponentials, then the gradient without
+// the row's coefficient. The target is 1 for the chosen element of each choice.
 template <class A>
 struct ShortChoices {
-  Columns<A> x, differences;
-  A largest_logits[kLanes] = {};
+  Columns<A> x, differences, target;
+  Lanes<A> largest_logits = A(0), squares = A(0);
 
-  void exponentiate(Choice choice, const int32_t* actions, ChoiceSums<A>* sums) {
-    A maximum[kLanes];
-    std::fill(maximum, maximum + kLanes, -static_cast<A>(INFINITY));
-    for (int32_t j = choice.begin; j < choice.end; ++j) {
-#pragma omp simd
-      for (int64_t i = 0; i < kLanes; ++i) {
-        const A logit = x.at[j][i], magnitude = std::abs(logit);
-        maximum[i] = logit > maximum[i] ? logit : maximum[i]; // ignores NaN
-        const bool is_larger = magnitude < static_cast<A>(INFINITY) && magnitude > largest_logits[i];
-        largest_logits[i] = is_larger ? magnitude : largest_logits[i];
-      }
-    }
-    A others[kLanes] = {}, weighted[kLanes] = {}, chosen_e[kLanes] = {}, chosen_difference[kLanes];
-    std::fill(chosen_difference, chosen_difference + kLanes, static_cast<A>(NAN));
-    for (int32_t j = choice.begin; j < choice.end; ++j) {
-#pragma omp simd
-      for (int64_t i = 0; i < kLanes; ++i) {
-        const A d = x.at[j][i] - maximum[i], e = exp_nonpositive(d);
-        const bool is_chosen = actions[i] == j;
-        others[i] += is_chosen ? A(0) : e;
-        weighted[i] += e * (d < A(kLowest) ? A(kLowest) : d);
-        chosen_e[i] = is_chosen ? e : chosen_e[i];
-        chosen_difference[i] = is_chosen ? d : chosen_difference[i];
-        differences.at[j][i] = d;
-        x.at[j][i] = e;
-      }
-    }
+  void read_actions(const Segment& s, const RowBatch& row_batch, int32_t index, Choice choice, ChoiceLanes<A>& sums) {
+    std::fill(target.at[choice.begin], target.at[choice.end], A(0));
     for (int64_t i = 0; i < kLanes; ++i) {
-      sums[i] = {others[i], weighted[i], chosen_e[i], chosen_difference[i]};
+      const int32_t action = action_of(s, row_batch.first + (i < row_batch.count ? i : 0), index, choice);
+      sums.chosen_difference[i] = action < 0 ? static_cast<A>(NAN) : A(0);
+      if (action >= 0) {
+        target.at[choice.begin + action][i] = A(1);
+      }
     }
   }
 
-  void differentiate(
-      Choice choice, const int32_t* actions, const ChoiceSums<A>* sums, const A* slopes, A entropy_weight) {
-    for (int64_t i = 0; i < kLanes; ++i) {
-      const ChoiceGradient<A> gradient(sums[i], slopes[i], entropy_weight);
+  void exponentiate(Choice choice, ChoiceLanes<A>& sums) {
+    using Formula = CrossEntropy<Lanes<A>, 0>;
+    const Lanes<A> one = A(1);
+    Lanes<A> maximum = -static_cast<A>(INFINITY);
+    for (int32_t j = choice.begin; j < choice.end; ++j) {
+      maximum = larger(x.column(j), maximum); // ignores NaN
+      largest_logits = larger(finite_magnitude(x.column(j)), largest_logits);
+    }
+    Lanes<A> others = A(0), weighted = A(0), chosen_e = A(0), chosen_difference = load_lanes(sums.chosen_difference);
+    for (int32_t j = choice.begin; j < choice.end; ++j) {
+      const Lanes<A> d = x.column(j) - maximum, e = exp_nonpositive(d), t = target.column(j);
+      others += e * (one - t);
+      weighted += Formula::weighted(e, d);
+      chosen_e += e * t;
+      chosen_difference += Formula::correct(t, d);
+      differences.store_column(j, d);
+      x.store_column(j, e);
+    }
+    store_lanes(sums.others, others);
+    store_lanes(sums.weighted, weighted);
+    store_lanes(sums.chosen_e, chosen_e);
+    store_lanes(sums.chosen_difference, chosen_difference);
+  }
+
+  // As ChoiceGradient::at(), for 16 rows.
+  void differentiate(Choice choice, const ChoiceLanes<A>& sums, const A* slopes, A entropy_weight) {
+    alignas(64) A slope_of_p[kLanes], weight[kLanes], expected[kLanes];
 #pragma omp simd
-      for (int32_t j = choice.begin; j < choice.end; ++j) {
-        x.at[j][i] = gradient.at(x.at[j][i], differences.at[j][i], actions[i] == j);
+    for (int64_t i = 0; i < kLanes; ++i) {
+      const ChoiceGradient<A> gradient(sums.of(i), slopes[i], entropy_weight);
+      slope_of_p[i] = gradient.slope_of_p;
+      weight[i] = gradient.entropy_weight * gradient.inverse_sum;
+      expected[i] = gradient.expected;
+    }
+    const Lanes<A> slope = load_lanes(slope_of_p), others = load_lanes(sums.others), one = A(1);
+    const Lanes<A> weights = load_lanes(weight), means = load_lanes(expected);
+    for (int32_t j = choice.begin; j < choice.end; ++j) {
+      const Lanes<A> e = x.column(j), t = target.column(j);
+      Lanes<A> value = slope * (e * (one - t) - t * others);
+      if (entropy_weight != A(0)) {
+        value += weights * (e * (CrossEntropy<Lanes<A>, 0>::finite(differences.column(j)) - means));
       }
+      squares += value * value;
+      x.store_column(j, value);
     }
   }
 
   void write_gradient(const Segment& s, const RowBatch& row_batch) {
-    for (int64_t i = 0; i < row_batch.count; ++i) {
-      s.metrics[row_batch.first + i] = {0, largest_logits[i]};
-    }
-    if (s.gradient.data == nullptr) {
-      return;
-    }
-    double squares[kLanes] = {};
-    for (int64_t j = 0; j < s.width; ++j) {
+    alignas(64) A coefficients[kLanes], of_rows[kLanes], magnitudes[kLanes];
 #pragma omp simd
-      for (int64_t i = 0; i < kLanes; ++i) {
-        const A value = x.at[j][i] * static_cast<A>(row_batch.coefficients[i]);
-        x.at[j][i] = value;
-        squares[i] += squared(value);
-      }
+    for (int64_t i = 0; i < kLanes; ++i) {
+      coefficients[i] = static_cast<A>(row_batch.coefficients[i]);
+    }
+    store_lanes(magnitudes, largest_logits);
+    store_lanes(of_rows, squares);
+    const Lanes<A> factors = load_lanes(coefficients);
+    for (int64_t j = 0; j < s.width && s.gradient.data != nullptr; ++j) {
+      x.store_column(j, x.column(j) * factors);
     }
     for (int64_t i = 0; i < row_batch.count; ++i) {
-      s.metrics[row_batch.first + i].gradient_square = squares[i];
+      double square = 0;
+      if (s.gradient.data != nullptr && factor_can_wait(of_rows[i], coefficients[i])) {
+        square = squared(coefficients[i]) * of_rows[i];
+      } else {
+        for (int64_t j = 0; j < s.width && s.gradient.data != nullptr; ++j) {
+          square += squared(x.at[j][i]);
+        }
+      }
+      s.metrics[row_batch.first + i] = {square, magnitudes[i]};
     }
-    write_columns(s.gradient, row_batch, s.width, x);
+    if (s.gradient.data != nullptr) {
+      write_columns(s.gradient, row_batch, s.width, x);
+    }
   }
 };
 
@@ -185,26 +220,23 @@ template <class A>
   const int32_t count = num_choices(head);
   ShortChoices<A> rows;
   read_columns(s.prediction, row_batch, s.width, rows.x);
-  ChoiceSums<A> sums[kShortRow][kLanes];
-  int32_t actions[kShortRow][kLanes];
+  ChoiceLanes<A> sums[kShortRow];
   A log_prob[kLanes] = {}, entropy[kLanes] = {}, slopes[kLanes];
   for (int32_t c = 0; c < count; ++c) {
     const Choice choice = choice_of(head, head.choice_ends, c, s.width);
-    for (int64_t i = 0; i < kLanes; ++i) {
-      const int32_t action = action_of(s, row_batch.first + (i < row_batch.count ? i : 0), c, choice);
-      actions[c][i] = action < 0 ? -1 : choice.begin + action;
-    }
-    rows.exponentiate(choice, actions[c], sums[c]);
+    rows.read_actions(s, row_batch, c, choice, sums[c]);
+    rows.exponentiate(choice, sums[c]);
 #pragma omp simd
     for (int64_t i = 0; i < kLanes; ++i) {
-      log_prob[i] += sums[c][i].log_prob();
-      entropy[i] += sums[c][i].entropy();
+      const ChoiceSums<A> own = sums[c].of(i);
+      log_prob[i] += own.log_prob();
+      entropy[i] += own.entropy();
     }
   }
   score_rows(pass, s, row_batch, log_prob, entropy, slopes);
   for (int32_t c = 0; c < count && s.gradient.data != nullptr; ++c) {
-    const Choice choice = choice_of(head, head.choice_ends, c, s.width);
-    rows.differentiate(choice, actions[c], sums[c], slopes, static_cast<A>(head.entropy_weight));
+    rows.differentiate(
+        choice_of(head, head.choice_ends, c, s.width), sums[c], slopes, static_cast<A>(head.entropy_weight));
   }
   rows.write_gradient(s, row_batch);
 }
@@ -226,7 +258,7 @@ LongChoice<A> exponentiate(const Segment& s, int64_t row, Choice choice, int32_t
   const A magnitude = std::max(-extremes.smallest, extremes.largest);
   largest_logit = std::max(largest_logit, std::isfinite(magnitude) ? magnitude : largest_finite<A>(logits, width));
   const Softmax<A> softmax = softmax_of<false>(logits, width, extremes, ahead_of<T>(s, row), scratch);
-  LongChoice<A> result{softmax.values, softmax.before, extremes.largest, {}};
+  LongChoice<A> result{softmax.values, softmax.before, extremes.largest, {0, 0, 0, static_cast<A>(NAN)}};
   ChoiceSums<A>& sums = result.sums;
   if (action >= 0) {
     sums.chosen_difference = static_cast<A>(to_accumulate(logits[action])) - result.maximum;
@@ -323,41 +355,51 @@ void scored_rows(RowOf<PolicyGradient<A>>, const Pass& pass, const Segment& s, c
 // Dimensions of 16 rows, kShortRow at a time: column d holds a dimension of all rows.
 template <class A>
 struct NormalColumns {
-  Columns<A> means, log_scales, actions; // then the gradients of the first two
+  Columns<A> z, log_scales, inverse_scales; // of NormalTerm; then the gradients of the first two
 
   void read(const Pass& pass, const Segment& s, const RowBatch& row_batch, int64_t begin, int64_t count) {
     const auto from = [=](Rows rows) {
       rows.data = static_cast<char*>(rows.data) + begin * element_size(rows.element);
       return rows;
     };
-    read_columns(from(s.prediction), row_batch, count, means);
+    read_columns(from(s.prediction), row_batch, count, z);
     read_columns(from(pass.fields[s.first_field + kLogStds]), row_batch, count, log_scales);
-    read_columns(from(s.target), row_batch, count, actions);
+    read_columns(from(s.target), row_batch, count, inverse_scales);
+    for (int64_t j = 0; j < count; ++j) {
+#pragma omp simd
+      for (int64_t i = 0; i < kLanes; ++i) {
+        const auto term = NormalTerm<A>::of(z.at[j][i], log_scales.at[j][i], inverse_scales.at[j][i]);
+        z.at[j][i] = term.z;
+        inverse_scales.at[j][i] = term.inverse_scale;
+      }
+    }
+  }
+  NormalTerm<A> at(int64_t j, int64_t i) const {
+    return {inverse_scales.at[j][i], z.at[j][i], log_scales.at[j][i]};
   }
 };
 
 template <class A>
 [[gnu::noinline]] void normal_rows(const Pass& pass, const Segment& s, const RowBatch& row_batch) {
   const Rows log_scale_gradient = pass.fields[s.first_field + kLogStdsGradient];
+  const bool is_kept = s.width <= kShortRow; // from the sums to the gradient
   NormalColumns<A> columns;
   A log_prob[kLanes] = {}, entropy[kLanes] = {}, slopes[kLanes];
-  const auto each_part = [&](auto function) {
+  const auto each_part = [&](bool reads, auto function) {
     for (int64_t begin = 0; begin < s.width; begin += kShortRow) {
       const int64_t count = std::min(s.width - begin, kShortRow);
-      if (begin != 0 || s.width > kShortRow) {
+      if (reads) {
         columns.read(pass, s, row_batch, begin, count);
       }
       function(begin, count);
     }
   };
-  columns.read(pass, s, row_batch, 0, std::min(s.width, kShortRow));
-  each_part([&](int64_t, int64_t count) {
+  each_part(true, [&](int64_t, int64_t count) {
     for (int64_t j = 0; j < count; ++j) {
 #pragma omp simd
       for (int64_t i = 0; i < kLanes; ++i) {
-        const NormalTerm<A> term(columns.means.at[j][i], columns.log_scales.at[j][i], columns.actions.at[j][i]);
-        log_prob[i] += term.log_prob();
-        entropy[i] += term.entropy();
+        log_prob[i] += columns.at(j, i).log_prob();
+        entropy[i] += columns.at(j, i).entropy();
       }
     }
   });
@@ -365,22 +407,22 @@ template <class A>
   for (int64_t i = 0; i < row_batch.count; ++i) {
     s.metrics[row_batch.first + i] = {};
   }
-  if (s.gradient.data == nullptr && log_scale_gradient.data == nullptr) {
+  if (!s.wants_gradient()) {
     return;
   }
   const A entropy_weight = static_cast<A>(s.head->entropy_weight);
   const bool counts_means = s.gradient.data != nullptr;
   const bool counts_scales = log_scale_gradient.data != nullptr && !s.shares_scales;
   double squares[kLanes] = {};
-  each_part([&](int64_t begin, int64_t count) {
+  each_part(!is_kept, [&](int64_t begin, int64_t count) {
     for (int64_t j = 0; j < count; ++j) {
 #pragma omp simd
       for (int64_t i = 0; i < kLanes; ++i) {
-        const NormalTerm<A> term(columns.means.at[j][i], columns.log_scales.at[j][i], columns.actions.at[j][i]);
+        const NormalTerm<A> term = columns.at(j, i);
         const A c = static_cast<A>(row_batch.coefficients[i]);
         const A of_mean = term.mean_gradient(slopes[i]) * c;
         const A of_scale = term.log_scale_gradient(slopes[i], entropy_weight) * c;
-        columns.means.at[j][i] = of_mean;
+        columns.z.at[j][i] = of_mean;
         columns.log_scales.at[j][i] = of_scale;
         squares[i] += (counts_means ? squared(of_mean) : 0) + (counts_scales ? squared(of_scale) : 0);
       }
@@ -391,7 +433,7 @@ template <class A>
         write_columns(rows, row_batch, count, gradients);
       }
     };
-    write(s.gradient, columns.means);
+    write(s.gradient, columns.z);
     write(log_scale_gradient, columns.log_scales);
   });
   for (int64_t i = 0; i < row_batch.count; ++i) {

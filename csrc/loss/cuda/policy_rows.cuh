@@ -85,8 +85,7 @@ struct ChoiceOfRow {
         weighted += e * CrossEntropy<A, 0>::finite(d);
       }
     });
-    sums.others = task.team.sum(others);
-    sums.weighted = task.team.sum(weighted);
+    sums = {task.team.sum(others), task.team.sum(weighted), 0, static_cast<A>(NAN)};
     if (action >= 0 && task.width != 0) {
       sums.chosen_difference = static_cast<A>(to_accumulate(logits.logits[action])) - maximum;
       sums.chosen_e = exp_nonpositive(sums.chosen_difference);
@@ -176,7 +175,7 @@ GRADSCALE_DEVICE void scored_row(RowOf<GaussianPolicyGradient<A>>, const RowTask
   each_normal<T, A>(task, [&](const A* means, const A* scales, const A* actions, int32_t first) {
 #pragma unroll
     for (int k = 0; k < size; ++k) {
-      const NormalTerm<A> term(means[k], scales[k], actions[k]);
+      const auto term = NormalTerm<A>::of(means[k], scales[k], actions[k]);
       log_prob += first + k < task.width ? term.log_prob() : A(0);
       entropy += first + k < task.width ? term.entropy() : A(0);
     }
@@ -193,7 +192,7 @@ GRADSCALE_DEVICE void scored_row(RowOf<GaussianPolicyGradient<A>>, const RowTask
       A of_means[size], of_scales[size];
 #pragma unroll
       for (int k = 0; k < size; ++k) {
-        const NormalTerm<A> term(means[k], scales[k], actions[k]);
+        const auto term = NormalTerm<A>::of(means[k], scales[k], actions[k]);
         const bool counts = task.factor.counts && first + k < task.width;
         of_means[k] = counts ? term.mean_gradient(score.slope) * coefficient : A(0);
         of_scales[k] = counts ? term.log_scale_gradient(score.slope, entropy_weight) * coefficient : A(0);
