@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import statistics
 import time
@@ -14,7 +15,7 @@ import torch
 
 import gradscale_ext as gs
 
-from .. import reference
+from .. import _distributed, reference
 from .._native import DEVICE_TYPES
 from .._table import table
 from . import report
@@ -145,9 +146,13 @@ def _heads(batch: int) -> Iterator[Case]:
     def normal(*shape: int) -> Tensors:
         return [torch.randn(batch, *shape, generator=generator, dtype=torch.float64) for _ in range(STEPS)]
 
+    def fields(actions: Tensors) -> dict[str, Tensors]:
+        return {"actions": actions, "advantages": normal(), "log_probs": [x - 3 for x in normal()]}
+
     support = gs.Support.muzero()
     policy = [logits.softmax(-1) for logits in normal(18)]
-    rows: list[tuple[gs.Head, Tensors, Tensors | None]] = [
+    classes = [torch.randint(18, (batch,), generator=generator) for _ in range(STEPS)]
+    rows: list[tuple[gs.Head, Tensors | dict[str, Tensors], Tensors | dict[str, Tensors] | None]] = [
         (gs.TwoHot(support), normal(601), normal()),
         (gs.HLGauss(support), normal(601), normal()),
         (gs.SoftCrossEntropy(), normal(18), policy),
@@ -158,20 +163,29 @@ def _heads(batch: int) -> Iterator[Case]:
         (gs.QuantileHuber(), normal(50), normal(46)),
         (gs.CategoricalKL(free_nats=1.0), normal(32, 32), normal(32, 32)),
         (gs.PerStepLoss(), normal(), None),
+        (gs.PolicyGradient(entropy_weight=0.01), normal(18), fields(classes)),
+        (gs.GaussianPolicyGradient(), {"means": normal(6), "log_stds": normal(6)}, fields(normal(6))),
+        (gs.ClippedSquaredError(), normal(), {"returns": normal(), "values": normal()}),
     ]
     for head, predictions, targets in rows:
 
-        def loss(function: Any, tensors: Tensors, head: Any = head, targets: Any = targets) -> torch.Tensor:
-            on_device = (
-                {} if targets is None else {"head": [target.float().to(tensors[0].device) for target in targets]}
+        def loss(
+            function: Any, tensors: Tensors, head: Any = head, names: Any = predictions, targets: Any = targets
+        ) -> torch.Tensor:
+            steps = [tensors[i : i + STEPS] for i in range(0, len(tensors), STEPS)]
+            given = dict(zip(names, steps, strict=True)) if isinstance(names, dict) else tensors
+            wanted = _distributed.mapped(
+                lambda t: (t.float() if t.is_floating_point() else t).to(tensors[0].device),
+                {} if targets is None else {"head": targets},
             )
             out: gs.MultiStepLossOutput = function(
-                {"head": head}, {"head": tensors}, on_device, step_gradient_scale="unroll"
+                {"head": head}, {"head": given}, wanted, step_gradient_scale="unroll"
             )
             return out.loss
 
         ours, by_reference = (functools.partial(loss, f) for f in (gs.multi_step_loss, reference.multi_step_loss))
-        yield _both(type(head).__name__, predictions, ours, by_reference)
+        tensors = itertools.chain(*predictions.values()) if isinstance(predictions, dict) else predictions
+        yield _both(type(head).__name__, list(tensors), ours, by_reference)
 
 
 def _difference(found: Tensors, truth: Tensors) -> float:
