@@ -98,6 +98,10 @@ WRONG = {  # head, prediction, target; error, and words of its message
         *(ValueError, "'actions' belongs to predictions \\[B, A\\]: write steps=False"),
     ),
     "one tensor for two": (gs.GaussianPolicyGradient(), LOGITS, fields_of(), TypeError, "predictions={'h': {'means': "),
+    "a mapping for each step": (
+        *(gs.GaussianPolicyGradient(), [{"means": LOGITS[:, 0], "log_stds": LOGITS[:, 0]}] * T, fields_of()),
+        *(TypeError, "it is of type list; .* each a list: {field: \\[step\\[field\\] for step in steps\\] for field"),
+    ),
     "no deviation": (
         *(gs.GaussianPolicyGradient(), {"means": LOGITS}, fields_of(actions=LOGITS)),
         *(ValueError, "the prediction of head 'h' has no field 'log_stds'"),

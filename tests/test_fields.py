@@ -351,6 +351,20 @@ def test_types(dtype, impl):
 
 
 @every_implementation
+@pytest.mark.parametrize("steps", [True, False])
+def test_empty_batches(steps, impl):
+    heads = {name: head for name, head in HEADS.items() if head.first_step == 0}
+    predictions, targets = batch(*([0, T] if steps else [0]), heads=heads)
+    given, leaves = leaves_of(predictions)
+    out = gs.multi_step_loss(heads, given, targets, steps=steps, impl=impl)
+    assert out.loss == 0
+    for by_head in (out.approx_kl, out.clip_fraction, out.head_means, out.max_abs_logit):
+        assert not any(by_head.values())
+    assert out.log_probs["gaussian"].shape == ((0, T) if steps else (0,))
+    assert [gradient.shape for gradient in gradient_of(out.loss, *leaves)] == [leaf.shape for leaf in leaves]
+
+
+@every_implementation
 def test_mappings_of_other_types(impl):
     predictions, targets = with_steps()
     expected = gs.multi_step_loss(HEADS, predictions, targets, impl="reference")

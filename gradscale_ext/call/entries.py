@@ -116,7 +116,7 @@ def _with_fields(name: str, head: Head, what: str, entries: FieldEntries | None,
         raise TypeError(
             f"multi_step_loss: {owner} must be a mapping of fields for {kind}, but it is "
             f"{'missing' if entries is None else f'of type {type(entries).__name__}'}; write "
-            f"{_code(name, what, fields_of(forms[0], what))}"
+            f"{_code(name, what, fields_of(forms[0], what))}{_remedy_for_mappings(entries)}"
         )
     given = as_fields(entries)
     fitting = [
@@ -143,6 +143,13 @@ def _code(name: str, what: str, fields: Sequence[Field]) -> str:
     """Code for a mapping of fields."""
     items = ", ".join(f"'{field.name}': ..." for field in fields if field.required)
     return f"{what}s={{'{name}': {{{items}}}}}"
+
+
+def _remedy_for_mappings(entries: object) -> str:
+    """Remedy for a list with a mapping for each step."""
+    if not isinstance(entries, list | tuple) or not entries or not is_mapping(entries[0]):
+        return ""
+    return ", each a list: {field: [step[field] for step in steps] for field in steps[0]}"
 
 
 def _remedy_for_fields(head: Head, what: str, unknown: Sequence[str], fields: Sequence[Field]) -> str:
