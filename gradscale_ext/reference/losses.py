@@ -295,8 +295,8 @@ def _divisor(name: str, call: Call) -> torch.Tensor | float:
 
 
 def _per_step(name: str, call: Call, blocks: list[_Block]) -> torch.Tensor:
-    """`[B, T_h]` losses without weights. A masked entry is replaced by ones before its loss is computed (an action or
-    class by 0), so that neither its value nor its gradient can propagate."""
+    """`[B, T_h]` losses without weights. A masked entry is replaced by ones before its loss is computed, so that
+    neither its value nor its gradient can propagate."""
     head, losses = call.heads[name], []
     for block in blocks:
         if name not in call.weights.masks:
@@ -317,8 +317,8 @@ def _unmasked_rows(name: str, call: Call, block: _Block) -> torch.Tensor:
 
 
 def _where(unmasked: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
-    instead = torch.full((), float(entry.is_floating_point()), dtype=entry.dtype, device=entry.device)
-    return torch.where(unmasked.reshape(-1, *[1] * (entry.dim() - 1)), entry, instead)
+    ones = torch.ones((), dtype=entry.dtype, device=entry.device)
+    return torch.where(unmasked.reshape(-1, *[1] * (entry.dim() - 1)), entry, ones)
 
 
 def _weighted(name: str, call: Call, losses: torch.Tensor) -> torch.Tensor:
