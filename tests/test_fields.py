@@ -43,7 +43,7 @@ def test_classes_with_probabilities(impl):
 @pytest.mark.parametrize("subtract", [False, True])
 def test_sampled_classes_are_a_sparse_distribution(subtract, impl):
     """The loss of the same distribution over all classes; the entropy of the target is over the entries."""
-    x, t = (2 * normal(B, 9)).requires_grad_(), normal(B, 4, seed=1).softmax(-1)
+    x, t = (2 * normal(B, 9)).requires_grad_(), normal(B, 4, seed=1).sigmoid()
     classes = torch.stack([torch.randperm(9)[:4] for _ in range(B)])
     head = gs.SoftCrossEntropy(entropy_weight=0.1, subtract_target_entropy=subtract)
     sparse = {"classes": classes, "probabilities": t}
@@ -56,7 +56,7 @@ def test_sampled_classes_are_a_sparse_distribution(subtract, impl):
 
 @every_implementation
 def test_details_of_sampled_classes(impl):
-    """Twice the same class, padding, illegal actions, and classes out of range."""
+    """Twice the same class, padding and illegal actions."""
     x = leaf([[0, 0, 0, -INF]])
     head = gs.SoftCrossEntropy(subtract_target_entropy=True)
 
@@ -70,6 +70,14 @@ def test_details_of_sampled_classes(impl):
     close(result([1, 0], 1, 0).loss, math.log(3))
     close(result([1, 3], 1, 0).loss, math.log(3))
     assert result([1, 3], 0.5, 0.5).loss == INF
+
+
+def test_a_sampled_class_out_of_range_is_nan_in_the_reference():
+    x = torch.zeros(3, 4, requires_grad=True)
+    target = {"classes": torch.tensor([[0, 3], [0, 4], [-1, 0]]), "probabilities": torch.full((3, 2), 0.5)}
+    out = run(gs.SoftCrossEntropy(), x, target, "reference", reduction="sum")
+    assert out.per_step["h"].isnan().tolist() == [False, True, True]
+    assert gradient_of(out.loss, x)[0].isnan().all(1).tolist() == [False, True, True]
 
 
 @every_implementation

@@ -85,7 +85,8 @@ def outside_of_clip(head: Any, ratio: torch.Tensor) -> torch.Tensor:
     if head.bounds is None:
         return torch.zeros_like(ratio, dtype=torch.bool)
     low, high = head.bounds
-    return (ratio < _context.operand(1 - low, ratio)) | (ratio > _context.operand(1 + high, ratio))
+    outside: torch.Tensor = (ratio < _context.operand(1 - low, ratio)) | (ratio > _context.operand(1 + high, ratio))
+    return outside
 
 
 def _k3_of_reference(reference: torch.Tensor, log_prob: torch.Tensor) -> torch.Tensor:
