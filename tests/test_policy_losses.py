@@ -266,6 +266,14 @@ def test_one_clipped_value(case, impl):
 
 
 @every_implementation
+def test_values_inside_of_the_clip_have_the_plain_gradient(impl):
+    """Rounding of v_old + (v - v_old) must not decide which of two equal terms is the larger one."""
+    value, old, returns = normal(500).requires_grad_(), normal(500, seed=1), normal(500, seed=2)
+    out = run(gs.ClippedSquaredError(clip=20), value, {"returns": returns, "values": old}, impl, reduction="sum")
+    close(gradient_of(out.loss, value)[0], 2 * (value - returns).detach())
+
+
+@every_implementation
 def test_choices_of_equal_logits(impl):
     x = leaf([[0.0] * 6])
     fields = {"actions": torch.tensor([[0, 2]]), "advantages": doubles(1), "log_probs": doubles(-2 * math.log(3))}
