@@ -231,11 +231,44 @@ def test_nan_stays_in_its_own_sample(name, where, advantage, impl):
 
 
 @every_implementation
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("name", EVERY_SURROGATE)
+def test_nan_of_other_predictions(name, advantage, impl):
+    """Of log-probabilities, of one dimension of several, and of logits that have no softmax."""
+    arguments = {field: getattr(EVERY_SURROGATE[name], field) for field in ("clip", "surrogate", "dual_clip")}
+    fields = {"advantages": doubles(advantage, 1), "log_probs": doubles(-1, -1)}
+    x = leaf([NAN, -1])
+    out = run(gs.PolicyGradient(**arguments), x, fields, impl, reduction="sum")
+    assert out.per_step["h"].isnan().tolist() == [True, False]
+    assert gradient_of(out.loss, x)[0].isnan().tolist() == [True, False]
+    x = leaf([[0, INF], [0, 0]])
+    discrete = {**fields, "actions": torch.tensor([0, 1])}
+    out = run(gs.PolicyGradient(**arguments), x, discrete, impl, reduction="sum")
+    assert out.per_step["h"].isnan().tolist() == [True, False]
+    assert gradient_of(out.loss, x)[0].isnan().all(1).tolist() == [True, False]
+    for wrong in ("means", "log_stds", "actions"):
+        tensors = {name: torch.zeros(2, 2, dtype=torch.float64) for name in ("means", "log_stds", "actions")}
+        tensors[wrong][0, 1] = NAN
+        actions = tensors.pop("actions")
+        leaves = [tensor.requires_grad_() for tensor in tensors.values()]
+        out = run(
+            gs.GaussianPolicyGradient(**arguments), tensors, {**fields, "actions": actions}, impl, reduction="sum"
+        )
+        assert out.per_step["h"].isnan().tolist() == [True, False]
+        for gradient in gradient_of(out.loss, *leaves):
+            assert gradient.isnan().all(1).tolist() == [True, False]
+
+
+@every_implementation
 @pytest.mark.parametrize("where", ["value", "returns", "values"])
 def test_nan_of_clipped_values(where, impl):
     tensors = {"value": torch.zeros(2, dtype=torch.float64), "returns": doubles(1, 1), "values": doubles(0, 5)}
     tensors[where][0] = NAN
     value = tensors.pop("value").requires_grad_()
+    out = run(gs.ClippedSquaredError(), value, {**tensors, "values": doubles(5, 5)}, impl, reduction="sum")
+    if where != "values":  # also where v is clipped
+        assert out.per_step["h"].isnan().tolist() == [True, False]
+        assert gradient_of(out.loss, value)[0].isnan().tolist() == [True, False]
     out = run(gs.ClippedSquaredError(), value, tensors, impl, reduction="sum")
     assert out.per_step["h"].isnan().tolist() == [True, False]
     assert gradient_of(out.loss, value)[0].isnan().tolist() == [True, False]

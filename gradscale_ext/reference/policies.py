@@ -14,7 +14,13 @@ Fields = dict[str, torch.Tensor]
 
 
 def log_prob(head: Any, prediction: Any, target: Fields) -> torch.Tensor:
-    """`[B]` log-probabilities of the actions; NaN for an action out of range."""
+    """`[B]` log-probabilities of the actions; NaN for an action out of range. NaN has a gradient of NaN for all that it
+    was computed from."""
+    found = _log_prob(head, prediction, target)
+    return nan_unless(~found.isnan(), found)
+
+
+def _log_prob(head: Any, prediction: Any, target: Fields) -> torch.Tensor:
     if isinstance(prediction, dict):
         z = (target["actions"] - prediction["means"]) * (-prediction["log_stds"]).exp()
         log_prob: torch.Tensor = (-0.5 * z.square() - prediction["log_stds"] - 0.5 * math.log(2 * math.pi)).sum(-1)
@@ -33,14 +39,16 @@ def choices_of(head: Any, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _chosen_log_softmax(logits: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-    """``log softmax(x)[a]``. Near 0 it keeps its digits, because the largest exponential, 1, is not added."""
+    """``log softmax(x)[a]``; NaN for an action out of range, and for logits without a softmax. Near 0 it keeps its
+    digits, because the largest exponential, 1, is not added."""
     top = logits.detach().argmax(-1, keepdim=True)
-    below = logits - logits.gather(-1, top)
+    largest = logits.gather(-1, top)
+    below = logits - largest
     others = torch.arange(logits.shape[-1], device=logits.device) != top
     total = torch.where(others, below.exp(), 0.0).sum(-1)
     chosen = below.gather(-1, action.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
-    in_range = (action >= 0) & (action < logits.shape[-1])
-    return nan_unless(in_range, chosen - total.log1p())
+    valid = (action >= 0) & (action < logits.shape[-1]) & (largest.squeeze(-1) < math.inf)
+    return nan_unless(valid, chosen - total.log1p())
 
 
 def nan_unless(valid: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
