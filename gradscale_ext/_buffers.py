@@ -16,12 +16,13 @@ class ModuleWithNumbers(torch.nn.Module):
     _initial: dict[str, float]
 
     def _keep(self, **values: float | torch.Tensor | None) -> None:
-        """Register numbers as scalars in the widest dtype, tensors as they are."""
+        """Register tensors as they are, and numbers as scalars in the widest dtype on the tensors' device."""
         self._initial = {}
+        device = next((value.device for value in values.values() if isinstance(value, torch.Tensor)), None)
         for name, value in values.items():
             if value is not None and not isinstance(value, torch.Tensor):
                 self._initial[name] = value
-                value = torch.tensor(value, dtype=_context.widest())
+                value = torch.tensor(value, dtype=_context.widest(device), device=device)
             self.register_buffer(name, value)
 
     def reset_parameters(self) -> None:

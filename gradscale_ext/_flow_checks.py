@@ -81,15 +81,12 @@ def groups(operator: str, batch_dims: Any, norm_type: Any) -> tuple[int, float]:
 
 
 def bounds(operator: str, min: Any, max: Any) -> tuple[float | torch.Tensor, float | torch.Tensor]:
-    """Two numbers or two tensors; infinity where there is no bound."""
+    """Numbers or tensors; infinity where there is no bound."""
     if min is None and max is None:
         raise ValueError(f"{operator}: min and max are both None; at least one bound is needed")
     low = -math.inf if min is None else real(operator, "min", min)
     high = math.inf if max is None else real(operator, "max", max)
-    if isinstance(low, torch.Tensor) or isinstance(high, torch.Tensor):
-        device = low.device if isinstance(low, torch.Tensor) else high.device  # type: ignore[union-attr]
-        low, high = (x if isinstance(x, torch.Tensor) else _context.as_tensor(x, device) for x in (low, high))
-    elif not low <= high:
+    if not isinstance(low, torch.Tensor) and not isinstance(high, torch.Tensor) and not low <= high:
         raise ValueError(
             f"{operator}: min must not be greater than max, and neither may be NaN, but they are {low} and {high}"
         )

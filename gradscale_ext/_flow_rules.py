@@ -33,18 +33,20 @@ def distributed(x: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-def without_schedules(x: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Replace numbers by tensors if one of them varies under `torch.compile`: a number is a constant of the graph,
-    which would be compiled again for the next number. A constant norm_type, the third argument, has a shorter formula.
+def with_tensors(x: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Replace the numbers among the first two arguments by tensors on the device of `x` if one of the two is a tensor,
+    because an overload accepts either. Do the same for all numbers that vary under `torch.compile`: a number is a
+    constant of the graph, which would be compiled again for the next number. A constant norm_type, the third argument,
+    has a shorter formula.
     """
-    if _context.is_eager():
+    tensors = [value for value in arguments[:2] if isinstance(value, torch.Tensor)]
+    varies = [not _context.is_eager() and type(value) is float and _context.varies(value) for value in arguments]
+    if not tensors and not any(varies):
         return arguments
-    varies = [type(value) is float and _context.varies(value) for value in arguments]
-    if not any(varies):
-        return arguments
+    device = x.device if isinstance(x, torch.Tensor) else tensors[0].device  # a proxy of torch.fx has no device
     return tuple(
         [
-            _context.as_tensor(value, x.device) if varying or (k < 2 and type(value) is float) else value
+            _context.as_tensor(value, device) if varying or (k < 2 and type(value) is float) else value
             for k, (value, varying) in enumerate(zip(arguments, varies, strict=True))
         ]
     )

@@ -241,7 +241,7 @@ def _apply(
             _flow_checks.check_kinds(operator, x, arguments)
         if _distributed.is_distributed(x):
             arguments = _flow_rules.distributed(x, arguments)
-        return _flow_rules.call(operator, x, *_flow_rules.without_schedules(x, arguments))
+        return _flow_rules.call(operator, x, *_flow_rules.with_tensors(x, arguments))
     if _structures.is_leaf(x):
         remedy = _remedies.remedy_for_type(x, "x") if hasattr(x, "__array__") else ""
         raise TypeError(

@@ -667,6 +667,9 @@ def test_symbolic_trace_keeps_the_operators():
     x = torch.ones(2, requires_grad=True)
     traced(x).sum().backward()
     assert x.grad.tolist() == [-3.0, -3.0]
+    traced = torch.fx.symbolic_trace(lambda x: gs.clip_gradient_value(x, -0.5, torch.tensor(2.0)))
+    (gradient,) = torch.autograd.grad(traced(x), x, torch.tensor([-1.0, 3.0]))
+    assert gradient.tolist() == [-0.5, 2.0]
 
 
 COMPILED_AUTOGRAD = {
@@ -728,7 +731,7 @@ WITH_SCALARS = {
     "max_norm": lambda x, value: gs.clip_gradient_norm(x, value),
     "norm": lambda x, value: gs.normalize_gradient(x, value),
     "min": lambda x, value: gs.clip_gradient_value(x, value, None),
-    "max": lambda x, value: gs.clip_gradient_value(x, torch.full((), -1.0, device="meta"), value),
+    "max": lambda x, value: gs.clip_gradient_value(x, -1.0, value),
 }
 
 
@@ -752,20 +755,18 @@ def test_a_scalar_on_the_cpu_is_refused_while_a_graph_is_captured(argument):
 
     with Seen():
         step(scalar)
-    if argument != "max":  # whose other bound is a tensor on the GPU
-        with seeming_to_capture():
-            step(scalar)  # is read as a number, and copied nowhere
+    with seeming_to_capture():
+        step(scalar)  # is read as a number, and copied nowhere
     with Seen(), seeming_to_capture():
         step(0.5)
         step(torch.full((), 0.5, device="meta"))
         with pytest.raises(ValueError, match=rf"^\w+: {argument} must be a number or a tensor on meta while") as raised:
             step(scalar)
     assert f"write {argument} = {argument}.to('meta'), or {argument} = {argument}.item()" in str(raised.value)
-    if argument != "max":
-        with Seen():
-            y = WITH_SCALARS[argument](x, scalar)
-        with seeming_to_capture():
-            y.sum().backward()  # the saved scalar is read as a number, too
+    with Seen():
+        y = WITH_SCALARS[argument](x, scalar)
+    with seeming_to_capture():
+        y.sum().backward()  # the saved scalar is read as a number, too
 
 
 @pytest.mark.parametrize("argument", WITH_SCALARS)

@@ -93,6 +93,9 @@ def test_bounds_under_a_meta_default_device():
     for clipped in (y, module(x)):
         (gradient,) = torch.autograd.grad(clipped, x, torch.tensor([-1.0, 0.125, 1.0]))
         assert gradient.tolist() == [-0.25, 0.125, 0.5]
+    module.min.fill_(7)
+    module.reset_parameters()
+    assert module.min == -0.25
 
 
 # ---- Modules --------------------------------------------------------------------------------------------------------
