@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fractions
 import inspect
+import itertools
 import json
 import re
 import warnings
@@ -112,6 +113,21 @@ def test_recurrences_with_infinite_and_large_numbers_against_loops(function, mod
             data["ratios"][positions] = ratio
         expected = looped(function, data, clips=[None] * 3)
         assert_same(call(function, data, module, **changes), expected, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("module", [gs, gs.reference])
+@pytest.mark.any_version
+def test_a_coefficient_of_zero_among_others_that_are_not_finite_against_loops(function, module):
+    """It excludes its term in any order of the factors. A discount and a lambda are in their range, or NaN."""
+    names = ("discount", "lambda_", "ratios")
+    for seed, (zero, other) in enumerate(itertools.permutations(names, 2)):
+        number = torch.inf if other == "ratios" else torch.nan
+        data = random_data(seed, 20, 9, ends=0.05, padding=0.05)
+        positions = (torch.arange(20), torch.randint(9, (20,), generator=torch.Generator().manual_seed(seed)))
+        data[zero][positions], data[other][positions] = 0.0, number
+        expected = looped(function, data)
+        assert_same(call(function, data, module), expected, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
 @pytest.mark.parametrize("module", [gs, gs.reference])

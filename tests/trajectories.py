@@ -6,6 +6,8 @@ lambda and ratio. `nu` are the root values of MuZero.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
@@ -158,9 +160,10 @@ def random_data(seed, batch=4, steps=12, ends=0.15, padding=0.1, dtype=torch.flo
 # ---- The loops, one number at a time -------------------------------------------------------------------------------
 
 
-def product(coefficient, x):
-    """A coefficient of exactly 0 selects 0, also where x is not finite."""
-    return 0.0 if coefficient == 0 else coefficient * x
+def product(*factors):
+    """The product of coefficients and x, the last factor; exactly 0 if a coefficient is 0, also where others, or x, are
+    not finite."""
+    return 0.0 if 0 in factors[:-1] else math.prod(factors)
 
 
 def looped_row(function, e, n, clips):
@@ -187,7 +190,7 @@ def looped_row(function, e, n, clips):
             later = one_step if is_cut else r + product(gamma, product(1 - lambda_, b) + product(lambda_, later))
             results[t] = (later,)
         elif function == "generalized_advantages":
-            later = one_step - v + (0.0 if is_cut else product(gamma, product(lambda_, later)))
+            later = one_step - v + (0.0 if is_cut else product(gamma, lambda_, later))
             results[t] = (later, later + v)
         elif function == "n_step_returns":
             # The returns of windows that begin here and have 1, 2, ... steps; the last one that there is serves others.
@@ -196,7 +199,7 @@ def looped_row(function, e, n, clips):
         elif function == "vtrace":
             e_later, target = (0.0, 0.0) if is_cut else later
             own = product(clipped(0), one_step - v)
-            own += 0.0 if is_cut else product(gamma, product(lambda_, product(clipped(1), e_later)))
+            own += 0.0 if is_cut else product(gamma, lambda_, clipped(1), e_later)
             u = b if is_cut else product(1 - lambda_, b) + product(lambda_, target)
             results[t] = (v + own, product(clipped(2), r + product(gamma, u) - v))
             later = (own, v + own)
