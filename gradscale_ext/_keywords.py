@@ -37,7 +37,8 @@ def with_known_names(function: Function) -> Function:
             if unknown is None:
                 raise
             meant = [name for name in _OURS.get(unknown, ()) if name in parameters]
-            meant = meant or difflib.get_close_matches(unknown, parameters, 1)
+            # A misspelling is close to its name: truncated is no misspelling of terminated.
+            meant = meant or difflib.get_close_matches(unknown, parameters, 1, cutoff=0.8)
             remedy = f"write {meant[0]}=" if meant else f"its arguments are {', '.join(parameters)}"
             raise TypeError(f"{function.__name__}: there is no argument {unknown}; {remedy}") from error
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 
 import pytest
 import torch
 
 import gradscale_ext as gs
+from gradscale_ext import _keywords
 
 B, T, S = 4, 6, 601
 SUPPORT = gs.Support.muzero()
@@ -143,6 +145,31 @@ def test_arguments_with_the_names_of_others(function, theirs, ours):
     text = message(TypeError, lambda: function(REWARDS, LAST_VALUES, **{theirs: 0.5}))
     assert text == f"{function.__name__}: there is no argument {theirs}; write {ours}="
     assert ours in inspect.signature(function).parameters
+
+
+FUNCTIONS = [value for value in (getattr(gs, name) for name in gs.__all__) if inspect.isfunction(value)]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_advised_keywords_are_accepted(function):
+    """Of each public function, for each known name, and each name of another function over trajectories."""
+    accepted = inspect.signature(function).parameters
+    others = {name for other in (*OVER_TRAJECTORIES, gs.muzero_targets) for name in inspect.signature(other).parameters}
+    for name in sorted((others | set(_keywords._OURS)) - set(accepted)):
+        text = message(TypeError, lambda name=name: function(**{name: None}))
+        advised = re.findall(r"write (\w+)=", text)
+        assert set(advised) <= set(accepted), text
+        if advised and name in _keywords._OURS and function is not gs.reverse_gradient:
+            assert advised[0] in _keywords._OURS[name], text
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [(gs.muzero_targets, "truncated"), (gs.muzero_targets, "next_values"), (gs.lambda_returns, "root_reward")],
+)
+def test_an_argument_of_another_function_is_no_misspelling(function, name):
+    text = message(TypeError, lambda: function(REWARDS, LAST_VALUES, **{name: 0.5}))
+    assert text.startswith(f"{function.__name__}: there is no argument {name}; its arguments are rewards, ")
 
 
 def test_other_errors_of_arguments_stay():
