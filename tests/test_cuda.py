@@ -345,20 +345,23 @@ def repeated(given, batch):
 SEVERAL_BLOCKS = [40, 70]
 
 
-@pytest.mark.parametrize("batch", SEVERAL_BLOCKS)
+@pytest.mark.parametrize(("batch", "more_heads"), [(40, 0), (70, 0), (70, 20)])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none", "valid_mean"])
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
 @pytest.mark.parametrize("options", [{}, *OPTIONS.values()], ids=["none", *OPTIONS])
-def test_options_of_several_blocks(options, nonfinite, reduction, batch, device):
-    """With samples to skip in each set of samples."""
+def test_options_of_several_blocks(options, nonfinite, reduction, batch, more_heads, device):
+    """With samples to skip in each set of samples. Of 26 heads, a block sums up 12 at a time."""
     heads = {
         name: head for name, head in ALL_HEADS.items() if name in ("value", "reward", "policy", "raw", "end", "own")
     }
+    heads |= {f"own {k}": gs.PerStepLoss(weight=1 + k, first_step=k % 3) for k in range(more_heads)}
     predictions, targets = arguments(batch, heads=heads)
     if nonfinite == "skip":
         with torch.no_grad():
             predictions["value"][1][[7, 33, batch - 1], 2] = math.nan
             predictions["own"][0][[8, 33, batch - 2]] = math.inf
+            if more_heads:
+                predictions["own 19"][2][[9, 40]] = math.nan
     keywords = {**repeated(options, batch), "reduction": reduction, "nonfinite": nonfinite}
     keywords = {
         name: {k: v for k, v in value.items() if k in heads} if isinstance(value, dict) else value

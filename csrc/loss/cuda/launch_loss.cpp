@@ -171,7 +171,7 @@ std::pair<int64_t, int64_t> share_totals(const Pass& pass, DevicePass& argument)
   constexpr int64_t most_warps = kTotalsThreads / 32;
   constexpr int64_t enough_blocks = 128;                             // fill most GPUs
   const int64_t sets = std::max<int64_t>(1, (pass.batch + 31) / 32); // a set without samples has sums of 0
-  int64_t warps = std::min(pass.num_heads, most_warps);              // for more heads, they repeat
+  int64_t warps = std::min(pass.num_heads, most_warps);              // for more heads, they repeat, one warp a head
   for (; 2 * warps <= most_warps && sets > enough_blocks << argument.set_bits; warps *= 2) {
     ++argument.set_bits;
   }

@@ -53,6 +53,9 @@ GRADSCALE_DEVICE HeadSums over_lanes(const HeadSums& own, bool has_old_policy) {
 }
 
 // A block of loss_totals, as one of its threads sees it. `inside`: the table is in the arguments.
+//
+// A block repeats for more heads than it has warps. Then each head has one warp, whose lanes read only what they wrote
+// themselves, so the next heads need no barrier.
 template <bool inside>
 class BlockOfSamples {
   const DevicePass& device_;
@@ -141,9 +144,6 @@ class BlockOfSamples {
         if (lane_ == 0) {
           partial(blockIdx.x, h) = sums;
         }
-      }
-      if (first + heads_at_once_ < num_heads_) {
-        __syncthreads(); // the parts have been read
       }
     }
   }
@@ -295,9 +295,6 @@ class BlockOfSamples {
         if (lane_ == 0) {
           pass_.store_head(h, coefficients_of(h), sums);
         }
-      }
-      if (first + heads_at_once_ < num_heads_) {
-        __syncthreads(); // the parts have been read
       }
     }
     if (warp_ == warps_ - 1) {
