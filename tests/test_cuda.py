@@ -1359,8 +1359,12 @@ def test_adaptive_clipping_of_many_tensors(device):
 # ---- Returns --------------------------------------------------------------------------------------------------------
 
 
+# One chunk of 8 warps, one of 16 (not whole, whole), and three of 8.
+LONG_ROWS = [(3, 1024), (2, 1100), (1, 2048), (2, 2100)]
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize(("rows", "steps"), [(7, 2), (70, 5), (70, 8), (71, 16), (9, 32), (70, 33), (2, 1100)])
+@pytest.mark.parametrize(("rows", "steps"), [(7, 2), (70, 5), (70, 8), (71, 16), (9, 32), (70, 33), *LONG_ROWS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_returns(function, rows, steps, dtype, device):
     data = random_data(3, rows, steps, ends=0.05, padding=0.02)
@@ -1377,7 +1381,7 @@ def test_returns(function, rows, steps, dtype, device):
 
 
 @pytest.mark.parametrize("function", ["lambda_returns", "vtrace", "retrace"])
-@pytest.mark.parametrize(("rows", "steps"), [(40, 9), (40, 40), (3, 1100)])
+@pytest.mark.parametrize(("rows", "steps"), [(40, 9), (40, 40), (3, 1100), (3, 2100)])
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("number", [torch.inf, torch.nan])
 def test_returns_of_one_row_that_is_not_finite(function, rows, steps, batch_first, number, device):
@@ -1394,9 +1398,10 @@ def test_returns_of_one_row_that_is_not_finite(function, rows, steps, batch_firs
         check_close(ours, expected, torch.float32, what=function)
 
 
-def test_sums_of_a_long_row_that_overflow_in_a_few_lanes(device):
+@pytest.mark.parametrize(("steps", "overflow"), [(1100, 700), (2048, 60), (2100, 700)])
+def test_sums_of_a_long_row_that_overflow_in_a_few_lanes(steps, overflow, device):
     """The sum over a warp's steps is in range, and its parts are not."""
-    steps, overflow, back = 1100, 700, 690
+    back = overflow - 10
     rewards, next_values = torch.zeros(2, steps), torch.zeros(2, steps)
     next_values[:, -1] = 3e38
     rewards[1, overflow], rewards[1, back] = 1e38, -3e38

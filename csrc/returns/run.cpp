@@ -181,13 +181,17 @@ void launch_returns(ReturnsCall call, bool across, const OnDevice& device) {
   const std::string formula = kFunctions[static_cast<int>(call.formula)].type_name;
   const std::vector<std::string> arguments{type, formula + (call.is_adjoint ? "Adjoint" : ""), form_of(call)};
   if (uses_chunks(call)) {
-    const int64_t chunks = call.rows * blocks_for(call.steps, kChunkSteps);
+    // A row of two chunks is one chunk of twice as many threads, which waits for no other block.
+    const int threads = call.steps > kChunkSteps && call.steps <= 2 * kChunkSteps ? 2 * kThreads : kThreads;
+    const int64_t chunks = call.rows * blocks_for(call.steps, kAhead * threads);
     const at::Tensor memory = device.memory(8 + chunks * (8 + 2 * bytes)); // a counter, and maps of two numbers
     if (chunks > call.rows) {
       memory.zero_();
     }
     call.workspace = memory.mutable_data_ptr();
-    device.launch("returns/cuda/long_rows.cuh", instance("recur_chunks", arguments), chunks, kThreads, call);
+    const std::string name =
+        instance("recur_chunks", {type, arguments[1], arguments[2], std::to_string(threads / kWarpSize)});
+    device.launch("returns/cuda/long_rows.cuh", name, chunks, threads, call);
     return;
   }
   constexpr const char* file = "returns/cuda/recurrences.cuh";

@@ -365,6 +365,27 @@ def _returns_cases() -> list[Case]:
             issue=0.85,
             disagreement=0.1,
         ),
+        # One block of 16 warps for a row of 1,025 to 2,048 steps. With blocks of 8 warps a row had two, and a memset, an
+        # atomic operation, and a wait of the second block for the first: 119 instructions for T 2048, 185 for T 1536, and
+        # about 650 for the warp that waited, whose chain was the time of the call.
+        of(
+            "advantages [B, T], few rows, T 2048",
+            partial(_advantages, 2048, True),
+            22,
+            budget=122,
+            batch=4,
+            issue=0.85,
+            disagreement=0.1,
+        ),
+        of(
+            "advantages [B, T], few rows, T 1536",  # a quarter of the warps have no steps
+            partial(_advantages, 1536, True),
+            22,
+            budget=200,
+            batch=4,
+            issue=1.4,
+            disagreement=0.1,
+        ),
         of("advantages [T, B], T 128", partial(_advantages, 128, False), 22, budget=106, batch=512),
         of("λ-returns, T 128", partial(lambda_returns, False), 14, budget=92, batch=512, issue=0.95),
         of(

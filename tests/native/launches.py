@@ -52,6 +52,21 @@ def few_blocks() -> Tensors:
     return list(gradients)
 
 
+def rows_of_chunks() -> Tensors:
+    """Rows of one chunk of 1,024 steps, of one of 2,048, which is whole or not, and of three of 1,024."""
+    os.environ["PTX_MULTIPROCESSORS"] = "2"  # more than half of the rows
+    results = []
+    with tempfile.NamedTemporaryFile("r") as report:
+        os.environ["PTX_REPORT"] = report.name
+        for steps in (1024, 1025, 2048, 2049):
+            rewards, values = torch.randn(2, steps), torch.randn(2, steps + 1)
+            results.append(gs.lambda_returns(rewards, values, discount=0.9, lambda_=0.9))
+        del os.environ["PTX_REPORT"]
+        launches = [(record["grid"], record["block"]) for record in map(json.loads, report)]
+    assert launches == [(2, 256), (2, 512), (2, 512), (6, 256)]
+    return results
+
+
 def every_head(width: int, dtype: torch.dtype) -> Tensors:
     # With an odd number of raw centres the workspace would not be aligned, because guarded memory ends at a page.
     heads = {name: head for name, head in heads_of(width).items() if width % 2 == 0 or name != "raw"}
@@ -139,9 +154,7 @@ CALLS = {
     "elements and norms": flow,
     "statistics": many_tensors,
     "short rows of trajectories": short_rows,
-    "chunks of rows": lambda: [
-        gs.lambda_returns(torch.randn(2, 2500), torch.randn(2, 2501), discount=0.9, lambda_=0.9)
-    ],
+    "chunks of rows": rows_of_chunks,
 }
 
 

@@ -88,6 +88,20 @@ FAULTS = {
         "*static_cast<const volatile uint64_t*>(&from.is_there) == 0",
         IN_GLOBAL,
     ),
+    "missing barrier before the maps of a chunk's warps are read": (
+        "chunks of rows",
+        "returns/cuda/long_rows.cuh",
+        "  __syncthreads();\n  const int place",
+        "  const int place",
+        IN_SHARED,
+    ),
+    "missing barrier before y of a chunk is read": (
+        "chunks of rows",
+        "returns/cuda/long_rows.cuh",
+        "  __syncthreads();\n  const A chunk_value",
+        "  const A chunk_value",
+        IN_SHARED,
+    ),
     "missing barrier between the rows of two blocks": (
         "rows of several blocks in one",
         "loss/cuda/multi_step_loss.cuh",

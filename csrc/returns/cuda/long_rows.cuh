@@ -1,6 +1,7 @@
 // Recurrences of few long rows on GPUs, in one launch. A block owns a chunk of a row, and each of its warps owns
 // kAhead x 32 neighbouring steps. The map y -> a + b y of a chunk gives y after the chunk, in the order of the walk,
-// from y before it. A block waits for the maps of earlier chunks of its row.
+// from y before it. A block waits for the maps of earlier chunks of its row. It has 8 warps, or 16 if the row then is
+// one chunk.
 //
 // A block takes the next chunk when it starts, so that it waits only for blocks that have started. It publishes the map
 // of its chunk, reads the maps of the earlier chunks of its series (kSeries chunks) and of the last chunk of the series
@@ -108,8 +109,8 @@ GRADSCALE_DEVICE A walk_chunks(const PublishedMap<A>* published, int64_t count, 
   return y;
 }
 
-// `begin`: the first step of the chunk. `whole`: the row has all kChunkSteps steps from there on.
-template <bool whole, class A, class F, Layout layout, unsigned given>
+// `begin`: the first step of the chunk. `whole`: the row has all steps of a chunk from there on.
+template <bool whole, int warps, class A, class F, Layout layout, unsigned given>
 GRADSCALE_DEVICE void walk_chunk(
     const Row<A, F, layout, given>& row, int64_t begin, int64_t chunk, PublishedMap<A>* own, A* shared) {
   using L = OneLane<A>;
@@ -117,12 +118,16 @@ GRADSCALE_DEVICE void walk_chunk(
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize, warp = static_cast<int>(threadIdx.x) / kWarpSize;
   // The position of the warp in the walk. Steps increase with the warp, so an adjoint walks through the warps in their
   // order, and a function in reverse.
-  const int turn = F::kAdjoint ? warp : kWarps - 1 - warp;
-  const auto first =
-      static_cast<Index>(begin + warp * (kAhead * kWarpSize) + (F::kAdjoint ? 0 : (kAhead - 1) * kWarpSize) + lane);
+  const int turn = F::kAdjoint ? warp : warps - 1 - warp;
+  const int64_t begin_of_warp = begin + warp * (kAhead * kWarpSize);
+  const auto first = static_cast<Index>(begin_of_warp + (F::kAdjoint ? 0 : (kAhead - 1) * kWarpSize) + lane);
   Transition<L> steps[kAhead];
   Later<A> beyond[kAhead];
-  read_along<whole>(row, first, lane, steps, beyond);
+  if (whole || begin_of_warp + kAhead * kWarpSize <= row.steps) {
+    read_along<true>(row, first, lane, steps, beyond);
+  } else {
+    read_along<false>(row, first, lane, steps, beyond);
+  }
   Map<A> step_maps[kAhead], lane_maps[kAhead];
   Map<A> warp_map{A(0), A(1)};
   bool has_zero = false;
@@ -144,9 +149,9 @@ GRADSCALE_DEVICE void walk_chunk(
     shared[2 * turn + 1] = warp_map.b;
   }
   __syncthreads();
-  const int place = lane % kWarps;
-  const Map<A> to_warp = composed_in_order<kWarps>(Map<A>{shared[2 * place], shared[2 * place + 1]}, lane);
-  const Map<A> all{__shfl_sync(kWholeWarp, to_warp.a, kWarps - 1), __shfl_sync(kWholeWarp, to_warp.b, kWarps - 1)};
+  const int place = lane % warps;
+  const Map<A> to_warp = composed_in_order<warps>(Map<A>{shared[2 * place], shared[2 * place + 1]}, lane);
+  const Map<A> all{__shfl_sync(kWholeWarp, to_warp.a, warps - 1), __shfl_sync(kWholeWarp, to_warp.b, warps - 1)};
   const bool has_map = is_finite(all.a) && is_finite(all.b), ends_series = chunk % kSeries == kSeries - 1;
   bool is_published = has_map && !ends_series;
   if (warp == 0) {
@@ -160,15 +165,15 @@ GRADSCALE_DEVICE void walk_chunk(
       is_published = true;
     }
     if (lane == 0) {
-      shared[2 * kWarps] = y;
+      shared[2 * warps] = y;
     }
   }
   __syncthreads();
-  const A chunk_value = shared[2 * kWarps];
+  const A chunk_value = shared[2 * warps];
   const A after_warp = applied(to_warp, chunk_value); // y after the warp whose turn is `place`
   const A before_warp = __shfl_sync(kWholeWarp, after_warp, turn == 0 ? 0 : turn - 1);
   A carry = turn == 0 ? chunk_value : before_warp;
-  A last = __shfl_sync(kWholeWarp, after_warp, kWarps - 1);
+  A last = __shfl_sync(kWholeWarp, after_warp, warps - 1);
   A ys[kAhead];
   const auto walk_checked = [&](A y) { // returns y after the warp's steps
 #pragma unroll
@@ -181,7 +186,7 @@ GRADSCALE_DEVICE void walk_chunk(
   if (__any_sync(kWholeWarp, !is_finite(after_warp))) { // the same in all warps, which walk one after the other
     last = chunk_value;
 #pragma unroll 1
-    for (int w = 0; w < kWarps; ++w) {
+    for (int w = 0; w < warps; ++w) {
       __syncthreads();
       if (w == turn) {
         carry = last;
@@ -225,11 +230,11 @@ GRADSCALE_DEVICE void walk_chunk(
   }
 }
 
-template <class A, class F, Layout layout, unsigned given>
-GRADSCALE_KERNEL(kThreads, 2)
+template <class A, class F, Layout layout, unsigned given, int warps>
+GRADSCALE_KERNEL((warps * kWarpSize), 2 * kWarps / warps)
 recur_chunks(GRADSCALE_ARGUMENT(ReturnsCall) call) {
   GRADSCALE_SHARED(unsigned, shared_count, 1);
-  GRADSCALE_SHARED(A, shared, 2 * kWarps + 1); // maps of the warps, and y before the chunk
+  GRADSCALE_SHARED(A, shared, 2 * warps + 1); // maps of the warps, and y before the chunk
   const auto rows = static_cast<unsigned>(call.rows);
   unsigned count = blockIdx.x; // blocks that started before this one
   if (gridDim.x != rows) {
@@ -242,13 +247,14 @@ recur_chunks(GRADSCALE_ARGUMENT(ReturnsCall) call) {
   auto* const maps = reinterpret_cast<PublishedMap<A>*>(static_cast<uint64_t*>(call.workspace) + 1);
   // 32 bits, like the grid's size: 64-bit divisions would be a third of the kernel's instructions.
   const int64_t chunks = gridDim.x / rows, chunk = count / rows, index = count % rows;
+  constexpr int steps = warps * kAhead * kWarpSize; // of a chunk
   const Row<A, F, layout, given> row(call, index);
   PublishedMap<A>* const own = maps + index * chunks + chunk;
-  const int64_t begin = (F::kAdjoint ? chunk : chunks - 1 - chunk) * kChunkSteps;
-  if (begin + kChunkSteps <= call.steps) {
-    walk_chunk<true>(row, begin, chunk, own, shared);
+  const int64_t begin = (F::kAdjoint ? chunk : chunks - 1 - chunk) * steps;
+  if (begin + steps <= call.steps) {
+    walk_chunk<true, warps>(row, begin, chunk, own, shared);
   } else {
-    walk_chunk<false>(row, begin, chunk, own, shared);
+    walk_chunk<false, warps>(row, begin, chunk, own, shared);
   }
 }
 
