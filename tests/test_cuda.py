@@ -1398,6 +1398,32 @@ def test_returns_of_one_row_that_is_not_finite(function, rows, steps, batch_firs
         check_close(ours, expected, torch.float32, what=function)
 
 
+@pytest.mark.parametrize("function", ["lambda_returns", "vtrace"])
+@pytest.mark.parametrize("steps", [1100, 2048, 2100])
+def test_a_long_row_that_is_not_finite_keeps_the_bits_of_what_precedes(function, steps, device):
+    """Warps of a block whose steps precede the number in the walk, which is backwards for results, forwards for
+    gradients."""
+    data = random_data(6, 2, steps, ends=0.0, padding=0.0, dtype=torch.float32)
+    data["discount"].fill_(0.995)
+    data["lambda_"].fill_(0.99)
+    data["ratios"].clamp_(min=0.9)
+    names = inputs_of_returns(function)
+    found = []
+    for spoilt in (False, True):
+        given = {name: value.to(device, copy=True) for name, value in data.items()}
+        weights = torch.linspace(-1, 2, 2 * steps).view(2, steps).to(device)
+        if spoilt:
+            given["rewards"][0, 300] = torch.nan
+        leaves = [given[name].requires_grad_() for name in names]
+        results = call(function, given)
+        if spoilt:
+            weights[0, 900] = torch.nan
+        gradients = torch.autograd.grad(results[0], leaves, weights)
+        found.append([*(result.detach()[:, 301:] for result in results), *(one[:, :900] for one in gradients)])
+    for clean, ours in zip(*found, strict=True):
+        assert torch.equal(clean, ours)
+
+
 @pytest.mark.parametrize(("steps", "overflow"), [(1100, 700), (2048, 60), (2100, 700)])
 def test_sums_of_a_long_row_that_overflow_in_a_few_lanes(steps, overflow, device):
     """The sum over a warp's steps is in range, and its parts are not."""

@@ -189,7 +189,7 @@ GRADSCALE_DEVICE void walk_chunk(
     for (int w = 0; w < warps; ++w) {
       __syncthreads();
       if (w == turn) {
-        carry = last;
+        carry = is_finite(carry) ? carry : last; // keeps its bits, whatever follows in the walk
         const A after = walk_checked(carry);
         if (lane == 0) {
           shared[0] = after;
