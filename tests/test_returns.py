@@ -836,6 +836,27 @@ def test_a_row_has_the_same_bits_wherever_it_is(function, pytestconfig):
             assert torch.equal(result, wanted[1:2].expand_as(result)), f"expanded, {steps} steps"
 
 
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(("rows", "steps"), [(2, 1279), (8, 300)])
+@pytest.mark.cpu_kernels
+def test_rows_that_are_copied_in_several_pieces(function, rows, steps):
+    """On a CPU, rewards `[B, T]` of a half type, passed as `[T, B]`: all operands and results are copied."""
+    data = random_data(steps, rows, steps, ends=0.01, padding=0.0, dtype=torch.float32)
+    names = inputs_of(function)
+    data |= {name: data[name].bfloat16().float() for name in names}
+    weights = torch.linspace(-1, 2, rows * steps).view(rows, steps)
+    found = []
+    for is_copied in (False, True):
+        given = {name: x.T.contiguous() if is_copied else x for name, x in data.items()}
+        given |= {name: data[name].bfloat16().T for name in names if is_copied}
+        leaves = [given[name].requires_grad_() for name in names]
+        results = call(function, given | dict(zip(names, leaves, strict=True)), batch_first=not is_copied)
+        gradients = torch.autograd.grad(results, leaves, [weights.T if is_copied else weights] * len(results))
+        found.append([x.T if is_copied else x for x in (*results, *gradients)])
+    for ours, expected in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(ours, expected.to(ours.dtype), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("function", [*FUNCTIONS, "n_step_transitions"])
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.any_version

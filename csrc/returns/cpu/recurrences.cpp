@@ -328,6 +328,7 @@ void along_rows(Sources<A>& sources, Walk<A>& w, int64_t row, int64_t rows) {
       continue;
     }
     sources.read(row, rows, begin, count);
+    sources.tile.is_flat &= rows == 1 || tiles == 1; // in the middle of joined rows, y has no room between two rows
     read_later<F>(sources, w, row, begin);
     A before[kTile];
     std::copy(w.carries, w.carries + rows, before);
