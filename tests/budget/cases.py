@@ -152,6 +152,12 @@ def _small_gradients(count: int, clips: bool) -> tuple[Call, float]:
     return lambda: gs.gradient_statistics(parameters), count
 
 
+def _clipping_factor(count: int) -> tuple[Call, float]:
+    """Clipping of `count` gradients, and the number of warps that compute its factor."""
+    call, _ = _small_gradients(count, clips=True)
+    return call, 8
+
+
 def _cases_of(dtype: torch.dtype) -> list[Case]:
     fp32 = dtype == torch.float32
     size, name = (4, "fp32") if fp32 else (2, "bf16")
@@ -365,9 +371,9 @@ def _returns_cases() -> list[Case]:
             issue=0.85,
             disagreement=0.1,
         ),
-        # One block of 16 warps for a row of 1,025 to 2,048 steps. With blocks of 8 warps a row had two, and a memset, an
-        # atomic operation, and a wait of the second block for the first: 119 instructions for T 2048, 185 for T 1536, and
-        # about 650 for the warp that waited, whose chain was the time of the call.
+        # One block of 16 warps for a row of 1,025 to 2,048 steps. Two blocks of 8 warps needed a memset and an atomic
+        # operation, and the second block waited for the first: 119 instructions for T 2048, 185 for T 1536, and about
+        # 650 in the warp that waited, whose chain was the time of the call.
         of(
             "advantages [B, T], few rows, T 2048",
             partial(_advantages, 2048, True),
@@ -462,6 +468,16 @@ def _latency_cases() -> list[Case]:
             unit="warp",
             chain="chunk_statistics",
             measured="11,100 instructions in blocks of 8 warps, 7 launches, 41.2 us in a CUDA graph on an H100",
+        ),
+        # One block, for which scaled_units waits. 440 instructions take 2 us, and three dependent reads or writes 2 us.
+        Case(
+            "clipping factor of 1,000 tensors of 1,000 numbers",
+            _clipping_factor,
+            4000,
+            440,
+            1000,
+            unit="warp",
+            chain="find_clipping",
         ),
         # After the statistics, the factor, in one block, and this kernel: 430 instructions take 2 us, and the list, the
         # factor and two rounds of loads 2.8 us.
