@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from . import _context, _distributed, _remedies
+from . import _distributed, _remedies
 from ._numbers import as_float
 
 _ARGUMENTS = {
