@@ -1400,15 +1400,16 @@ def test_returns_of_one_row_that_is_not_finite(function, rows, steps, batch_firs
 
 @pytest.mark.parametrize("function", ["lambda_returns", "vtrace"])
 @pytest.mark.parametrize("steps", [1100, 2048, 2100])
-def test_a_long_row_that_is_not_finite_keeps_the_bits_of_what_precedes(function, steps, device):
-    """Warps of a block whose steps precede the number in the walk, which is backwards for results, forwards for
-    gradients."""
+def test_a_long_row_that_is_not_finite_keeps_other_episodes(function, steps, device):
+    """The walk is backwards for results, forwards for gradients. What precedes the number in the walk keeps its bits;
+    what follows the end of its episode is rounded in another order."""
     data = random_data(6, 2, steps, ends=0.0, padding=0.0, dtype=torch.float32)
+    data["terminated"][0, [100, 1000]] = True
     data["discount"].fill_(0.995)
     data["lambda_"].fill_(0.99)
     data["ratios"].clamp_(min=0.9)
     names = inputs_of_returns(function)
-    found = []
+    preceding, following = [], []
     for spoilt in (False, True):
         given = {name: value.to(device, copy=True) for name, value in data.items()}
         weights = torch.linspace(-1, 2, 2 * steps).view(2, steps).to(device)
@@ -1419,9 +1420,12 @@ def test_a_long_row_that_is_not_finite_keeps_the_bits_of_what_precedes(function,
         if spoilt:
             weights[0, 900] = torch.nan
         gradients = torch.autograd.grad(results[0], leaves, weights)
-        found.append([*(result.detach()[:, 301:] for result in results), *(one[:, :900] for one in gradients)])
-    for clean, ours in zip(*found, strict=True):
-        assert torch.equal(clean, ours)
+        preceding.append([*(x.detach()[:, 301:] for x in results), *(x[:, :900] for x in gradients)])
+        following.append([*(x.detach()[:, :101] for x in results), *(x[:, 1001:] for x in gradients)])
+    for ours, clean in zip(preceding[1], preceding[0], strict=True):
+        assert torch.equal(ours, clean)
+    for ours, clean in zip(following[1], following[0], strict=True):
+        torch.testing.assert_close(ours, clean, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(("steps", "overflow"), [(1100, 700), (2048, 60), (2100, 700)])
