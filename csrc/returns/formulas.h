@@ -102,11 +102,25 @@ GRADSCALE_HOST_DEVICE typename L::V bootstrap_factor(const Transition<L>& s) {
   return s.cut ? s.discount : L::product(s.discount, 1 - s.lambda);
 }
 
+// What formulas differ in. A formula that differs from this hides the constant with its own.
+struct Recurrence {
+  static constexpr bool kAdjoint = false;
+  static constexpr bool kReadsEarlier = false;    // results read y of the step before in the walk
+  static constexpr bool kReadsLaterValue = false; // V of step t + 1 is read
+  // y is computed as c (a + b y'), and not as a + b y': a large c must not overflow in a product with one of two terms
+  // that cancel.
+  static constexpr bool kHasFactors = false;
+};
+
+struct Adjoint : Recurrence {
+  static constexpr bool kAdjoint = true;
+  static constexpr bool kReadsEarlier = true;
+};
+
 // ---- Functions -----------------------------------------------------------------------------------------------------
 
 // G_t = r_t + discount_t ((1 - lambda_t) B_t + lambda_t G_{t+1}); y = G.
-struct LambdaReturns {
-  static constexpr bool kAdjoint = false;
+struct LambdaReturns : Recurrence {
   static constexpr int kResults = 1;
 
   template <class L, class V = typename L::V>
@@ -121,8 +135,7 @@ struct LambdaReturns {
 };
 
 // A_t = r_t + discount_t B_t - V_t + discount_t lambda_t A_{t+1}; y = A, returns are A + V.
-struct GeneralizedAdvantages {
-  static constexpr bool kAdjoint = false;
+struct GeneralizedAdvantages : Recurrence {
   static constexpr int kResults = 2;
 
   template <class L, class V = typename L::V>
@@ -139,9 +152,10 @@ struct GeneralizedAdvantages {
 };
 
 // e_t = rho_t (r_t + discount_t B_t - V_t) + discount_t c_t e_{t+1}; y = e, targets are V + e.
-struct VTrace {
-  static constexpr bool kAdjoint = false;
+struct VTrace : Recurrence {
   static constexpr int kResults = 2;
+  static constexpr bool kReadsEarlier = true;
+  static constexpr bool kReadsLaterValue = true;
 
   template <class L, class V = typename L::V>
   static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
@@ -159,9 +173,10 @@ struct VTrace {
 };
 
 // G_t = x_t + discount_t y_{t+1}, x_t = r_t + discount_t B_t; y_t = c_t (G_t - Q_t).
-struct Retrace {
-  static constexpr bool kAdjoint = false;
+struct Retrace : Recurrence {
   static constexpr int kResults = 1;
+  static constexpr bool kReadsEarlier = true;
+  static constexpr bool kHasFactors = true;
 
   template <class L, class V = typename L::V>
   static GRADSCALE_HOST_DEVICE V trace(const Transition<L>& s) {
@@ -190,8 +205,7 @@ struct Retrace {
 
 // ---- Adjoints: y_t is the gradient that step t hands on to step t + 1 ----------------------------------------------
 
-struct LambdaReturnsAdjoint {
-  static constexpr bool kAdjoint = true;
+struct LambdaReturnsAdjoint : Adjoint {
   static constexpr int kResults = 3;
 
   template <class L, class V = typename L::V>
@@ -209,8 +223,7 @@ struct LambdaReturnsAdjoint {
   }
 };
 
-struct GeneralizedAdvantagesAdjoint {
-  static constexpr bool kAdjoint = true;
+struct GeneralizedAdvantagesAdjoint : Adjoint {
   static constexpr int kResults = 3;
 
   template <class L, class V = typename L::V>
@@ -228,8 +241,7 @@ struct GeneralizedAdvantagesAdjoint {
   }
 };
 
-struct VTraceAdjoint {
-  static constexpr bool kAdjoint = true;
+struct VTraceAdjoint : Adjoint {
   static constexpr int kResults = 4;
 
   // The gradient of targets_{t+1} from the advantage of step t.
@@ -260,8 +272,7 @@ struct VTraceAdjoint {
   }
 };
 
-struct RetraceAdjoint {
-  static constexpr bool kAdjoint = true;
+struct RetraceAdjoint : Adjoint {
   static constexpr int kResults = 3;
 
   template <class L, class V = typename L::V>
@@ -282,15 +293,10 @@ struct RetraceAdjoint {
 
 // ---- Walking -------------------------------------------------------------------------------------------------------
 
-// True if y is computed as c (a + b y'), and not as a + b y': a large c must not overflow in a product with one of two
-// terms that cancel.
-template <class F>
-constexpr bool kHasFactors = std::is_same_v<F, Retrace>;
-
 // y of a step, given its map, and y of the step before in the walk.
 template <class F, class L>
 GRADSCALE_HOST_DEVICE typename L::V walked(const Transition<L>& s, const Affine<L>& map, typename L::V before) {
-  if constexpr (kHasFactors<F>) {
+  if constexpr (F::kHasFactors) {
     const Factors<L> f = F::template factors<L>(s);
     return L::times(f.c, f.a + L::times(f.b, before));
   } else {

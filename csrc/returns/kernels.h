@@ -7,24 +7,30 @@
 
 namespace gradscale {
 
-// The functions over trajectories: name, name of the types of kernels and autograd nodes, and number of results.
+// The functions over trajectories: name, name of the types of kernels and autograd nodes, number of results, what is
+// read of values, and whether there are ratios. gradscale_ext/_trajectories.py has the same list for Python.
 //
-// A function, except for the two of n steps, computes a recurrence y_t = a_t + b_t y_{t+1}. Its adjoint is the
-// transposed function, y_t = a_t + b_t y_{t-1}. The adjoint turns the gradients of the results into the gradients of
-// rewards, values and next values.
+// A recurrence is y_t = a_t + b_t y_{t+1}. Its adjoint is the transposed function, y_t = a_t + b_t y_{t-1}. The adjoint
+// turns the gradients of the results into the gradients of rewards, values and next values.
 // clang-format off
-#define GRADSCALE_FORMULAS(formula)                        \
-  formula(lambda_returns, LambdaReturns, 1)                \
-  formula(generalized_advantages, GeneralizedAdvantages, 2) \
-  formula(vtrace, VTrace, 2)                               \
-  formula(retrace, Retrace, 1)                             \
-  formula(n_step_returns, NStepReturns, 1)                 \
-  formula(n_step_transitions, NStepTransitions, 3)
+#define GRADSCALE_RECURRENCES(function)                                            \
+  function(lambda_returns, LambdaReturns, 1, Values::successors, false)            \
+  function(generalized_advantages, GeneralizedAdvantages, 2, Values::states, false) \
+  function(vtrace, VTrace, 2, Values::states, true)                                \
+  function(retrace, Retrace, 1, Values::actions, true)
+#define GRADSCALE_FUNCTIONS(function)                                  \
+  GRADSCALE_RECURRENCES(function)                                      \
+  function(n_step_returns, NStepReturns, 1, Values::successors, false) \
+  function(n_step_transitions, NStepTransitions, 3, Values::none, false)
 // clang-format on
 
 #define GRADSCALE_ENUMERATOR(name, ...) name,
-enum class Formula : int32_t { GRADSCALE_FORMULAS(GRADSCALE_ENUMERATOR) };
+enum class Formula : int32_t { GRADSCALE_FUNCTIONS(GRADSCALE_ENUMERATOR) };
 #undef GRADSCALE_ENUMERATOR
+
+// The values that a function reads: V of the successors; V of the states too; or Q of the actions and V of the
+// successors, which are two inputs.
+enum class Values { none, successors, states, actions };
 
 // The dimensions of strides.
 constexpr int kRow = 0;
@@ -107,9 +113,9 @@ struct ReturnsCall {
   void* workspace; // set by launch_returns()
 };
 
-// n-step returns and n-step transitions are computed in blocks of steps of a row.
-GRADSCALE_HOST_DEVICE bool has_blocks(const ReturnsCall& call) {
-  return call.formula == Formula::n_step_returns || call.formula == Formula::n_step_transitions;
+// n-step returns and n-step transitions are sums over windows, which are computed in blocks of steps of a row.
+GRADSCALE_HOST_DEVICE bool has_n(Formula formula) {
+  return formula == Formula::n_step_returns || formula == Formula::n_step_transitions;
 }
 GRADSCALE_HOST_DEVICE int64_t n_step_block_size(const ReturnsCall& call) {
   return !call.is_adjoint || call.n == 1 ? call.n : call.n - 1;

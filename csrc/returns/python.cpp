@@ -16,10 +16,6 @@ namespace {
 
 namespace py = pybind11;
 
-// The results of a call; none if an argument is unusual or wrong. Python then checks the call, and says what is wrong.
-// Values are only looked at on a CPU.
-using Results = std::optional<std::vector<at::Tensor>>;
-
 bool is_bool(at::ScalarType dtype) {
   return dtype == at::kBool;
 }
@@ -201,15 +197,14 @@ py::object returns_in_eager_mode(
   return answer([&] {
     const ReturnsReader read(rewards, batch_first);
     LinearCall call{};
-    const auto function = static_cast<Formula>(formula);
+    const FunctionOverTrajectories& function = kFunctions[formula];
     call.formula = formula;
-    const bool has_n = function == Formula::n_step_returns || function == Formula::n_step_transitions;
-    const bool has_ratios = function == Formula::vtrace || function == Formula::retrace;
-    call.observations = next_values.is_none() && function != Formula::n_step_transitions;
-    const bool reads_values = call.observations || !(has_n || function == Formula::lambda_returns);
+    const bool needs_n = has_n(static_cast<Formula>(formula));
+    call.observations = next_values.is_none() && function.values != Values::none;
+    const bool reads_values = call.observations || function.reads_own_values();
     ReturnsReader::require(!(reads_values && values.is_none()), "values", values);
     ReturnsReader::require(!(call.observations && !truncated.is_none()), "truncated", truncated);
-    ReturnsReader::require(!(call.observations && function == Formula::retrace), "next_values", next_values);
+    ReturnsReader::require(!(call.observations && function.values == Values::actions), "next_values", next_values);
     call.inputs = {
         read.tensor("rewards", rewards, has_element),
         reads_values ? read.tensor("values", values, has_element, call.observations ? 1 : 0) : at::Tensor(),
@@ -217,7 +212,7 @@ py::object returns_in_eager_mode(
     const at::Tensor unread = reads_values ? at::Tensor() : read.unread_values(values);
     call.batch_first = read.is_batch_first;
     call.ratios = read.constant("ratios", ratios, has_element);
-    ReturnsReader::require(call.ratios.defined() == has_ratios, "ratios", ratios);
+    ReturnsReader::require(call.ratios.defined() == function.has_ratios, "ratios", ratios);
     call.discounts = read.coefficient("discount", discount, -1, call.discount);
     call.lambdas = read.coefficient("lambda_", lambda, 0, call.lambda);
     call.terminated = read.tensor("terminated", terminated, is_bool);
@@ -227,7 +222,7 @@ py::object returns_in_eager_mode(
       call.limits[i] = ReturnsReader::limit(PyTuple_GET_ITEM(limits.ptr(), i));
     }
     const int64_t num_steps = ReturnsReader::integer("n", n, 1, 0);
-    ReturnsReader::require(has_n == (num_steps > 0), "n", n);
+    ReturnsReader::require(needs_n == (num_steps > 0), "n", n);
     call.n = num_steps;
     return without_gil([&] {
       if (unread.defined() && unread.scalar_type() == at::kDouble) {

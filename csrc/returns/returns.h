@@ -16,11 +16,17 @@ struct FunctionOverTrajectories {
   const char* name;
   const char* type_name; // the names of kernels and of autograd nodes begin with it
   int64_t num_results;
+  Values values;
+  bool has_ratios;
+
+  bool reads_own_values() const {
+    return values == Values::states || values == Values::actions;
+  }
 };
 
 // In the order of Formula.
-#define GRADSCALE_FUNCTION(name, type_name, num_results) {#name, #type_name, num_results},
-constexpr FunctionOverTrajectories kFunctions[] = {GRADSCALE_FORMULAS(GRADSCALE_FUNCTION)};
+#define GRADSCALE_FUNCTION(name, type_name, ...) {#name, #type_name, __VA_ARGS__},
+constexpr FunctionOverTrajectories kFunctions[] = {GRADSCALE_FUNCTIONS(GRADSCALE_FUNCTION)};
 #undef GRADSCALE_FUNCTION
 
 // A linear function of its inputs: one of the functions, or its adjoint. Discounts and steps of n-step transitions are

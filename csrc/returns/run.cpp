@@ -69,12 +69,6 @@ at::Tensor on_device(const at::Tensor& coefficient, c10::Device device, const ch
                                : coefficient;
 }
 
-// The argument of V-trace or Retrace for a clip.
-const char* clip_name(Formula formula, int clip) {
-  constexpr const char* kNames[] = {"clip_rho", "clip_c", "clip_pg_rho"};
-  return formula == Formula::retrace ? "clip_c" : kNames[clip];
-}
-
 // True if lanes run across rows. Then steps of the rewards are not neighbours in memory, and rows are, of the rewards
 // or, for [T, B], of the results.
 bool goes_across(const ReturnsCall& call, bool batch_first) {
@@ -167,7 +161,7 @@ bool uses_chunks(const ReturnsCall& call) {
 void launch_returns(ReturnsCall call, bool across, const OnDevice& device) {
   const char* type = type_name(call.element);
   const int64_t bytes = element_size(call.element);
-  if (has_blocks(call)) {
+  if (has_n(call.formula)) {
     const int64_t threads = call.rows * n_step_blocks_of_row(call);
     const at::Tensor memory = device.memory(threads * 2 * n_step_block_size(call) * bytes);
     call.workspace = memory.mutable_data_ptr();
@@ -264,7 +258,7 @@ void run(const ReturnsCall& call, const LinearCall& linear, const at::Tensor& li
       kernel(call, begin * rows_per_block, std::min(end * rows_per_block, call.rows));
     });
   };
-  if (has_blocks(call)) {
+  if (has_n(call.formula)) {
     over(n_step_kernel, 1);
   } else if (across) {
     over(across_rows_kernel, 64);
@@ -284,7 +278,8 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   const at::Tensor& first = *found;
   const c10::Device device = first.device();
   const auto formula = static_cast<Formula>(linear.formula);
-  const char* name = kFunctions[linear.formula].name;
+  const FunctionOverTrajectories& function = kFunctions[linear.formula];
+  const char* name = function.name;
   const at::Tensor discounts = on_device(linear.discounts, device, name, "discount");
   const at::Tensor lambdas = on_device(linear.lambdas, device, name, "lambda_");
   const at::TensorOptions options = first.options().dtype(
@@ -297,7 +292,7 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   call.n = std::min(linear.n.expect_int(), call.steps);
   const bool is_transitions = formula == Formula::n_step_transitions && !linear.is_adjoint;
   call.formula = formula;
-  if (has_blocks(call) && !is_transitions) {
+  if (has_n(call.formula) && !is_transitions) {
     // If no window ends because it has n steps, n-step returns are λ-returns with λ = 1, which Python passes.
     call.formula = call.n == call.steps ? Formula::lambda_returns : Formula::n_step_returns;
   }
@@ -318,7 +313,7 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   read(kMask, linear.mask, 1);
   std::array<at::Tensor, kClips> clips;
   for (int k = 0; k < kClips; ++k) {
-    clips[k] = on_device(linear.clips[k], device, name, clip_name(formula, k));
+    clips[k] = on_device(linear.clips[k], device, name, "a clip");
     TORCH_CHECK(!clips[k].defined() || clips[k].numel() == 1, "gradscale_ext::returns: a clip must have one element");
     call.clips[k] = operand_of(clips[k], linear.limits[k], batch_first);
   }
@@ -332,14 +327,13 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
     return output;
   };
   std::vector<at::Tensor> results;
-  const bool has_two_results = kFunctions[linear.formula].num_results == 2;
   if (!linear.is_adjoint) {
     if (has_observations && inputs[1].defined()) {
       // Functions with one result do not read the values of their own steps.
-      read(kValues, has_two_results ? inputs[1].narrow(step, 0, call.steps) : at::Tensor(), 0);
+      read(kValues, function.reads_own_values() ? inputs[1].narrow(step, 0, call.steps) : at::Tensor(), 0);
       read(kNextValues, inputs[1].narrow(step, 1, call.steps), 0);
     }
-    for (int i = 0; i < (is_transitions ? 3 : has_two_results ? 2 : 1); ++i) {
+    for (int i = 0; i < (function.num_results); ++i) {
       results.push_back(add(i));
     }
     run(call, linear, first);
@@ -354,7 +348,7 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
     // Functions with one result do not read the state's value.
     const at::Tensor sum = make_result(call.rows, call.steps + 1, batch_first, options);
     results.push_back(sum);
-    if (has_two_results) {
+    if (function.reads_own_values()) {
       sum.select(step, call.steps).zero_();
       call.outputs[1] = output_of(sum, batch_first);
       to_later.push_back(add(2));

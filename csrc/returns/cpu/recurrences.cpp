@@ -65,7 +65,7 @@ GRADSCALE_HOST_DEVICE Transition<L> transition(const Tile<A>& tile, int64_t r, i
   s.lambda = load(tile.numbers[kLambda]);
   s.ratio = load(tile.numbers[kRatios]);
   s.later_value = typename L::V{};
-  if constexpr (std::is_same_v<F, VTrace>) {
+  if constexpr (F::kReadsLaterValue) {
     s.later_value = load(tile.later_values);
   }
   for (int k = 0; k < 3; ++k) {
@@ -220,7 +220,7 @@ void read_later(Sources<A>& sources, Walk<A>& to, int64_t row, int64_t begin) {
     }
   }
   tile.later_live = {to.later_live, 1, count};
-  if constexpr (std::is_same_v<F, VTrace>) {
+  if constexpr (F::kReadsLaterValue) {
     const Piece<A> values = behind > 0 ? sources.later_values.piece(row, tile.rows, begin + 1, behind) : Piece<A>{};
     for (int64_t r = 0; r < tile.rows; ++r) {
       for (int64_t i = 0; i < count; ++i) {
@@ -260,7 +260,7 @@ GRADSCALE_HOST_DEVICE void walk_rows(const Tile<A>& tile, Walk<A>& w, int64_t ro
     for (int k = 0; k < side_by_side; ++k) {
       const int64_t i = (row + k) * count + t;
       y[k] = w.a[i] + w.b[i] * y[k];
-      if constexpr (kHasFactors<F>) {
+      if constexpr (F::kHasFactors) {
         y[k] *= w.c[i];
       }
       w.ys[(row + k) * w.pitch + t + (F::kAdjoint ? 1 : 0)] = y[k];
@@ -281,7 +281,7 @@ bool walk_along(const Tile<A> tile, Walk<A>& w) {
     using L = decltype(lanes);
     const Transition<L> s = transition<F, L, masked>(tile, r, i);
     const int64_t to = r * width + i;
-    if constexpr (kHasFactors<F>) {
+    if constexpr (F::kHasFactors) {
       const Factors<L> f = F::template factors<L>(s);
       L::store(w.a + to, f.a);
       L::store(w.b + to, f.b);
@@ -364,14 +364,11 @@ void dispatch_call(const ReturnsCall& call, Function function) {
     }
   };
   switch (call.formula) {
-    case Formula::lambda_returns:
-      return either(LambdaReturns(), LambdaReturnsAdjoint());
-    case Formula::generalized_advantages:
-      return either(GeneralizedAdvantages(), GeneralizedAdvantagesAdjoint());
-    case Formula::vtrace:
-      return either(VTrace(), VTraceAdjoint());
-    case Formula::retrace:
-      return either(Retrace(), RetraceAdjoint());
+#define GRADSCALE_CASE(name, type_name, ...) \
+  case Formula::name:                        \
+    return either(type_name(), type_name##Adjoint());
+    GRADSCALE_RECURRENCES(GRADSCALE_CASE)
+#undef GRADSCALE_CASE
     case Formula::n_step_returns:
     case Formula::n_step_transitions:
       return;
@@ -422,7 +419,7 @@ void across_tile(Sources<A>& sources, int64_t begin, int64_t count) {
     const bool has_later = t + 1 < steps;
     sources.read(t, 1, begin, count);
     tile.later_live = has_later ? sources.later_mask.piece(t + 1, 1, begin, count) : Piece<uint8_t>{kEnded, 0, 0};
-    if (std::is_same_v<F, VTrace>) {
+    if (F::kReadsLaterValue) {
       tile.later_values = has_later ? sources.later_values.piece(t + 1, 1, begin, count) : Piece<A>{kZeros, 0, 0};
     }
     std::copy(y, y + count, before);

@@ -218,7 +218,7 @@ GRADSCALE_DEVICE void walk_chunk(
   for (int k = 0; k < kAhead; ++k) {
     const Index t = first + k * kRound<F>;
     A before = A(0);
-    if constexpr (kReadsEarlier<F>) {
+    if constexpr (F::kReadsEarlier) {
       before = earlier<F>(ys[k], lane, carry);
     }
     carry = __shfl_sync(kWholeWarp, ys[k], kLast<F>);

@@ -35,10 +35,6 @@ enum class Layout { any, runs, columns };
 constexpr unsigned kFirstOutput = 1u << kOperands;
 constexpr unsigned kFirstClip = kFirstOutput << kOutputs;
 
-// True for formulas whose results read y of the step before in the walk.
-template <class F>
-constexpr bool kReadsEarlier = F::kAdjoint || std::is_same_v<F, VTrace> || std::is_same_v<F, Retrace>;
-
 // The numbers of step t + 1 that transition t reads.
 template <class A>
 struct Later {
@@ -87,7 +83,7 @@ class Row {
     Later<A> later;
     if (t >= -1 && t + 1 < steps) {
       later.live = flag(kMask, t + 1);
-      if constexpr (std::is_same_v<F, VTrace>) {
+      if constexpr (F::kReadsLaterValue) {
         later.value = element<A>(kValues, t + 1);
       }
     }
@@ -103,7 +99,7 @@ class Row {
       const unsigned live = __ballot_sync(kWholeWarp, s.live);
       later.live = is_last ? beyond.live : (live >> (lane + 1) & 1) != 0;
     }
-    if constexpr (std::is_same_v<F, VTrace>) {
+    if constexpr (F::kReadsLaterValue) {
       const A value = __shfl_down_sync(kWholeWarp, s.value, 1);
       later.value = is_last ? beyond.value : value;
     }
@@ -339,7 +335,7 @@ GRADSCALE_DEVICE void walk_along(
       const Map<A> map = F::template map<L>(s);
       const A y = walk_lanes<F>(s, map, composed_lanes<F>(map, lane), carry, lane);
       A before = A(0);
-      if constexpr (kReadsEarlier<F>) {
+      if constexpr (F::kReadsEarlier) {
         before = earlier<F>(y, lane, carry);
       }
       A out[kOutputs];
@@ -404,7 +400,7 @@ recur_short(GRADSCALE_ARGUMENT(ReturnsCall) call) {
       link(s, row.template later_in_lanes<lanes>(s, Later<A>(), t, lane));
       const Map<A> map = F::template map<L>(s);
       const A y = walk_lanes<F, lanes>(s, map, composed_lanes<F, lanes>(map, lane), A(0), lane);
-      const A before = kReadsEarlier<F> ? earlier<F, lanes>(y, lane, A(0)) : A(0);
+      const A before = F::kReadsEarlier ? earlier<F, lanes>(y, lane, A(0)) : A(0);
       A out[kOutputs];
       F::template results<L>(s, y, before, out);
       if (t < row.steps) {
