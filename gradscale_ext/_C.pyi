@@ -4,7 +4,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 torch_version: str
-functions_over_trajectories: dict[str, int]
+functions_over_trajectories: list[str]
 
 class Refusal:
     argument: str

@@ -1,8 +1,7 @@
-"""Calls of the operators of returns through the dispatcher, and their rules for tracers and vmap."""
+"""Calls of the operators of returns through the dispatcher, and their rules for vmap."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from ._windows import Window
 
 #: The number that an operator has for each function.
 FORMULAS = {function: formula for formula, function in enumerate(_C.functions_over_trajectories)}
-_NUM_RESULTS = tuple(_C.functions_over_trajectories.values())
 
 Dims = tuple[int | None, ...]
 
@@ -108,57 +106,6 @@ def run_muzero(window: Window) -> MuZeroTargets:
     )
     check_targets(window, results)
     return results
-
-
-# ---- Shapes, for tracers --------------------------------------------------------------------------------------------
-
-
-@torch.library.register_fake("gradscale_ext::returns")  # type: ignore[misc]
-def _shapes(
-    is_adjoint: bool, formula: int, wants: Sequence[bool], observations: bool, *others: Any
-) -> list[torch.Tensor]:
-    given = next(tensor for tensor in others if tensor is not None)
-    dtype, shape, batch_first = result_dtype(*others), given.shape, others[-1]
-    if not is_adjoint:
-        if observations and others[0] is None:
-            shape = (shape[0], shape[1] - 1) if batch_first else (shape[0] - 1, shape[1])
-        if formula == FORMULAS["n_step_transitions"]:
-            return [given.new_empty(shape, dtype=kind) for kind in (dtype, dtype, torch.int64)]
-        return [given.new_empty(shape, dtype=dtype) for _ in range(_NUM_RESULTS[formula])]
-    longer = (shape[0], shape[1] + 1) if batch_first else (shape[0] + 1, shape[1])
-    sizes = (shape, longer if observations else shape, shape)
-    return [given.new_empty(size, dtype=dtype) for size, wanted in zip(sizes, wants, strict=True) if wanted]
-
-
-@torch.library.register_fake("gradscale_ext::muzero_targets")  # type: ignore[misc]
-def _window_shapes(
-    rewards: torch.Tensor,
-    root_values: torch.Tensor,
-    lengths: torch.Tensor | None,
-    terminated: torch.Tensor | None,
-    to_play: torch.Tensor | None,
-    root_reward: torch.Tensor | None,
-    discounts: torch.Tensor | None,
-    horizons: torch.Tensor | None,
-    discount: float,
-    num_unroll_steps: int,
-    td_steps: int,
-    prefix_horizon: int,
-    batch_first: bool,
-) -> list[torch.Tensor]:
-    batch = rewards.shape[0 if batch_first else 1]
-    dtype = result_dtype(rewards, root_values, root_reward, discounts)
-
-    def empty(steps: int, dtype: torch.dtype) -> torch.Tensor:
-        return rewards.new_empty((batch, steps) if batch_first else (steps, batch), dtype=dtype)
-
-    targets = num_unroll_steps if root_reward is None else num_unroll_steps + 1
-    return [
-        empty(num_unroll_steps + 1, dtype),
-        empty(targets, dtype),
-        empty(num_unroll_steps + 1, torch.bool),
-        empty(num_unroll_steps + 1, torch.bool),
-    ]
 
 
 # ---- vmap: mapped examples become rows ------------------------------------------------------------------------------

@@ -1705,6 +1705,61 @@ def test_muzero_targets_on_a_device_without_kernels(options, without_kernels):
     assert_same(results, gs.reference.muzero_targets(rewards, values, **options), rtol=0, atol=0)
 
 
+def on_meta(data):
+    """The tensors without their values."""
+    return {name: value.detach().to("meta") if torch.is_tensor(value) else value for name, value in data.items()}
+
+
+def assert_same_shapes(results, expected):
+    described = [[(x.shape, x.stride(), x.dtype) for x in tensors] for tensors in (results, expected)]
+    assert described[0] == described[1]
+    assert all(result.is_meta for result in results)
+
+
+@pytest.mark.parametrize("function", [*FUNCTIONS, "n_step_transitions"])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("observations", [False, True])
+def test_shapes_of_results_and_gradients_without_values(function, batch_first, observations):
+    """The function that allocates the results gives their shapes to tracers."""
+    data = random_data(3, 4, 6)
+    if function == "n_step_transitions":
+        data = {name: data[name] for name in ("rewards", "discount", *FLAGS)} | {"n": 2}
+    elif function == "retrace":
+        data["next_values"] = data["next_values"].float()
+    elif observations:
+        data |= {"values": torch.randn(4, 7), "next_values": None, "truncated": None}
+    if not batch_first:
+        data = {name: value.T if torch.is_tensor(value) else value for name, value in data.items()}
+    found = []
+    for arguments in (data, on_meta(data)):
+        names = [name for name in ("rewards", "values", "next_values") if arguments.get(name) is not None]
+        arguments |= {name: arguments[name].detach().requires_grad_() for name in names}
+        if function == "n_step_transitions":
+            results = tuple(gs.n_step_transitions(**arguments, batch_first=batch_first))
+        else:
+            results = call(function, arguments, batch_first=batch_first)
+        leaves = [arguments[name] for name in names]
+        outputs = [result for result in results if result.requires_grad]
+        ones = [torch.ones_like(output) for output in outputs]
+        gradients = torch.autograd.grad(outputs, leaves, ones, materialize_grads=True)
+        found.append([*results, *gradients])
+    assert_same_shapes(found[1], found[0])
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("root_reward", [None, torch.ones(3)])
+def test_shapes_of_muzero_targets_without_values(batch_first, root_reward):
+    data = {"rewards": torch.ones(3, 6), "root_values": torch.ones(3, 7).double(), "root_reward": root_reward}
+    data = {name: x.T if not batch_first and torch.is_tensor(x) and x.dim() == 2 else x for name, x in data.items()}
+    options = {"num_unroll_steps": 4, "td_steps": 2, "discount": 0.9, "batch_first": batch_first}
+    assert_same_shapes(gs.muzero_targets(**on_meta(data), **options), gs.muzero_targets(**data, **options))
+
+
+@pytest.mark.parametrize("operator", ["returns", "muzero_targets"])
+def test_shapes_are_computed_in_one_place(operator):
+    assert torch._library.simple_registry.singleton.find(f"gradscale_ext::{operator}").fake_impl.kernel is None
+
+
 @pytest.mark.parametrize("steps", [5, 300])
 def test_contiguous_rows_that_fill_several_tiles(steps):
     """Rows without a mask are joined; their ends are at other places of each tile of 256 steps."""

@@ -69,6 +69,16 @@ GRADSCALE_DISPATCH A element_at(const Operand& operand, int64_t row, int64_t ste
   return result;
 }
 
+// Integers by row and step, with any strides; absent if `data` is null.
+struct Integers {
+  const int64_t* data;
+  int64_t strides[2];
+
+  GRADSCALE_HOST_DEVICE int64_t at(int64_t row, int64_t step) const {
+    return data[row * strides[kRow] + step * strides[kStep]];
+  }
+};
+
 // An output in the type that the call computes in, float or double; not computed if `data` is null.
 struct ReturnsOutput {
   void* data;
@@ -135,23 +145,20 @@ struct MuZeroCall {
   Operand rewards;
   Operand root_values;
   Operand discount;
-  Operand root_reward;    // by row; null data: there is none, and `constant` is not used
-  const int64_t* lengths; // null: L
-  int64_t lengths_stride;
-  Operand terminated;     // by row
-  const int64_t* to_play; // null: one player
-  int64_t to_play_strides[2];
+  Operand root_reward; // by row; null data: there is none, and `constant` is not used
+  Operand terminated;  // by row
+  Integers lengths;    // by row; absent: L
+  Integers to_play;    // absent: one player
+  Integers horizons;   // td_steps by row, or by row and unroll step; absent: `td_steps`
   ReturnsOutput values;
   ReturnsOutput targets; // of rewards
   bool* mask;            // both masks have the strides of `values`
   bool* policy_mask;
-  const int64_t* horizons; // td_steps by row, or by row and unroll step; null: `td_steps`
-  int64_t horizons_strides[2];
 };
 
 // td_steps of unroll step j of a row, from `horizons`: at least 1, and at most L, so that sums cannot overflow.
 GRADSCALE_HOST_DEVICE int64_t horizon_at(const MuZeroCall& call, int64_t row, int64_t j) {
-  const int64_t horizon = call.horizons[row * call.horizons_strides[kRow] + j * call.horizons_strides[kStep]];
+  const int64_t horizon = call.horizons.at(row, j);
   return horizon < 1 ? 1 : horizon < call.td_steps ? horizon : call.td_steps;
 }
 

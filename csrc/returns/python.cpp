@@ -287,9 +287,9 @@ py::object muzero_targets_in_eager_mode(
 } // namespace
 
 void define_returns(py::module_& m) {
-  py::dict functions; // name -> number of results, in the order of Formula
+  py::list functions; // in the order of Formula
   for (const FunctionOverTrajectories& function : kFunctions) {
-    functions[function.name] = function.num_results;
+    functions.append(function.name);
   }
   m.attr("functions_over_trajectories") = functions;
   m.def("returns", &returns_in_eager_mode);

@@ -7,9 +7,11 @@
 #include "returns.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <initializer_list>
+#include <iterator>
 #include <limits>
 
 namespace gradscale {
@@ -36,6 +38,11 @@ Operand operand_of(const at::Tensor& tensor, double constant, bool batch_first) 
   return operand;
 }
 
+Integers integers_of(const at::Tensor& tensor, bool batch_first) {
+  const Operand operand = operand_of(tensor, 0, batch_first);
+  return {static_cast<const int64_t*>(operand.data), {operand.strides[0], operand.strides[1]}};
+}
+
 // The dtype in which a call computes and returns: float64 if a tensor has it, else float32.
 at::ScalarType result_dtype(std::initializer_list<const at::Tensor*> tensors) {
   const auto is_double = [](const at::Tensor* x) { return x->defined() && x->scalar_type() == at::kDouble; };
@@ -43,24 +50,29 @@ at::ScalarType result_dtype(std::initializer_list<const at::Tensor*> tensors) {
 }
 
 ReturnsOutput output_of(const at::Tensor& tensor, bool batch_first) {
+  if (!tensor.defined()) {
+    return {nullptr, {0, 0}};
+  }
   const int step = step_dim(batch_first);
   return {tensor.mutable_data_ptr(), {tensor.stride(1 - step), tensor.stride(step)}};
 }
 
 // True if results of `count` numbers take pooled memory: on a CPU, the first touch of many fresh pages takes longer
 // than the computation.
-bool is_pooled(const at::TensorOptions& options, int64_t count) {
+bool is_pooled(const at::TensorOptions& options, const c10::SymInt& count) {
   constexpr int64_t kLarge = 1 << 20; // bytes
-  return options.device().is_cpu() && count * static_cast<int64_t>(options.dtype().itemsize()) >= kLarge;
+  return options.device().is_cpu() && count.expect_int() * static_cast<int64_t>(options.dtype().itemsize()) >= kLarge;
 }
 
-// Makes a contiguous result [B, steps].
-at::Tensor make_result(int64_t rows, int64_t steps, bool batch_first, const at::TensorOptions& options) {
-  const std::array<int64_t, 2> sizes{batch_first ? rows : steps, batch_first ? steps : rows};
-  if (is_pooled(options, rows * steps)) {
-    return empty_gradient(sizes, options);
+// Makes a contiguous result [B, steps]. On the meta device, as for tracers, sizes may be symbols.
+at::Tensor make_result(
+    const c10::SymInt& rows, const c10::SymInt& steps, bool batch_first, const at::TensorOptions& options) {
+  if (options.device().is_meta()) {
+    return at::empty_symint({batch_first ? rows : steps, batch_first ? steps : rows}, options);
   }
-  return empty_tensor(sizes, options);
+  const int64_t num_rows = rows.expect_int(), num_steps = steps.expect_int();
+  const std::array<int64_t, 2> sizes{batch_first ? num_rows : num_steps, batch_first ? num_steps : num_rows};
+  return is_pooled(options, num_rows * num_steps) ? empty_gradient(sizes, options) : empty_tensor(sizes, options);
 }
 
 // The coefficient on this device.
@@ -205,18 +217,17 @@ void launch_returns(ReturnsCall call, bool across, const OnDevice& device) {
 
 // True if the length of a row is from 0 to L, and its targets read at most two players.
 bool is_valid(const MuZeroCall& call, int64_t row) {
-  const int64_t length = call.lengths == nullptr ? call.moves : call.lengths[row * call.lengths_stride];
+  const int64_t length = call.lengths.data == nullptr ? call.moves : call.lengths.at(row, 0);
   if (length < 0 || length > call.moves) {
     return false;
   }
-  if (call.to_play == nullptr) {
+  if (call.to_play.data == nullptr) {
     return true;
   }
-  const int64_t* players = call.to_play + row * call.to_play_strides[kRow];
-  const int64_t stride = call.to_play_strides[kStep];
+  const auto player = [&](int64_t i) { return call.to_play.at(row, i); };
   const int64_t end = element_at<uint8_t>(call.terminated, row, 0) != 0 ? length - 1 : length;
   int64_t reach = call.unroll_steps + call.td_steps;
-  if (call.horizons != nullptr) {
+  if (call.horizons.data != nullptr) {
     reach = 0;
     for (int64_t j = 0; j <= std::min(call.unroll_steps, length); ++j) {
       reach = std::max(reach, j + horizon_at(call, row, j));
@@ -224,14 +235,32 @@ bool is_valid(const MuZeroCall& call, int64_t row) {
   }
   const int64_t last = std::min(end, reach);
   int64_t i = 1;
-  while (i <= last && players[i * stride] == players[0]) {
+  while (i <= last && player(i) == player(0)) {
     ++i;
   }
   bool has_third = false;
   for (int64_t second = i; i <= last; ++i) {
-    has_third |= players[i * stride] != players[0] && players[i * stride] != players[second * stride];
+    has_third |= player(i) != player(0) && player(i) != player(second);
   }
   return !has_third;
+}
+
+// Calls function(begin, end) for ranges of all rows, on all threads where there are many targets.
+template <class Function>
+void each_row(const MuZeroCall& call, Function function) {
+  const int64_t cost = (call.unroll_steps + 1) * (call.td_steps + 8);
+  at::parallel_for(0, call.rows, std::max<int64_t>(1, kGrain / cost), function);
+}
+
+// True if all rows are valid.
+bool are_valid(const MuZeroCall& call) {
+  std::atomic<bool> is_wrong{false};
+  each_row(call, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      is_wrong = is_wrong || !is_valid(call, row);
+    }
+  });
+  return !is_wrong;
 }
 
 void launch_muzero(const MuZeroCall& call, const OnDevice& device) {
@@ -267,6 +296,64 @@ void run(const ReturnsCall& call, const LinearCall& linear, const at::Tensor& li
   }
 }
 
+using Results = std::array<at::Tensor, 3>; // of an adjoint: of rewards, values and next values; undefined: not wanted
+
+Results make_results(
+    const LinearCall& linear, const c10::SymInt& rows, const c10::SymInt& steps, const at::TensorOptions& options) {
+  const int64_t num_results = kFunctions[linear.formula].num_results;
+  // The third result of a function is a number of steps, as n-step transitions return it.
+  const at::TensorOptions third_options = linear.is_adjoint ? options : options.dtype(at::kLong);
+  if (is_pooled(num_results == 3 ? third_options : options, rows * steps)) {
+    begin_pooled_call(options.device());
+  }
+  Results results;
+  for (int i = 0; i < 3; ++i) {
+    if (linear.is_adjoint ? linear.wants[i] : i < num_results) {
+      const bool has_last_state = linear.is_adjoint && linear.observations && i == 1;
+      results[i] =
+          make_result(rows, has_last_state ? steps + 1 : steps, linear.batch_first, i == 2 ? third_options : options);
+    }
+  }
+  return results;
+}
+
+// Lets a call read its operands. Returns the tensors that were made for it, and that it reads.
+std::vector<at::Tensor> read_operands(const LinearCall& linear, c10::Device device, ReturnsCall& call) {
+  const FunctionOverTrajectories& function = kFunctions[linear.formula];
+  const bool batch_first = linear.batch_first;
+  const int step = step_dim(batch_first);
+  at::Tensor values = linear.inputs[1], next_values = linear.inputs[2], ratios = linear.ratios;
+  if (linear.observations && !linear.is_adjoint && values.defined()) {
+    next_values = values.narrow(step, 1, call.steps);
+    values = function.reads_own_values() ? values.narrow(step, 0, call.steps) : at::Tensor();
+  }
+  const at::Tensor discounts = on_device(linear.discounts, device, function.name, "discount");
+  const at::Tensor lambdas = on_device(linear.lambdas, device, function.name, "lambda_");
+  if (call.is_adjoint && call.formula == Formula::retrace) {
+    ratios = ratios_that_are_read(linear, discounts);
+  }
+  const auto read = [&](OperandIndex index, const at::Tensor& tensor, double constant) {
+    call.operands[index] = operand_of(tensor, constant, batch_first);
+  };
+  read(kRewards, linear.inputs[0], 0);
+  read(kValues, values, 0);
+  read(kNextValues, next_values, 0);
+  read(kDiscount, discounts, linear.discount);
+  read(kLambda, lambdas, linear.lambda);
+  read(kRatios, ratios, 1);
+  read(kTerminated, linear.terminated, 0);
+  read(kTruncated, linear.truncated, 0);
+  read(kMask, linear.mask, 1);
+  std::vector<at::Tensor> made{discounts, lambdas, ratios};
+  for (int k = 0; k < kClips; ++k) {
+    const at::Tensor clip = on_device(linear.clips[k], device, function.name, "a clip");
+    TORCH_CHECK(!clip.defined() || clip.numel() == 1, "gradscale_ext::returns: a clip must have one element");
+    call.clips[k] = operand_of(clip, linear.limits[k], batch_first);
+    made.push_back(clip);
+  }
+  return made;
+}
+
 } // namespace
 
 std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
@@ -276,182 +363,114 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   const auto found = std::find_if(inputs.begin(), inputs.end(), [](const at::Tensor& x) { return x.defined(); });
   TORCH_CHECK(found != inputs.end(), "gradscale_ext::returns: rewards, values and next_values are all missing");
   const at::Tensor& first = *found;
-  const c10::Device device = first.device();
-  const auto formula = static_cast<Formula>(linear.formula);
-  const FunctionOverTrajectories& function = kFunctions[linear.formula];
-  const char* name = function.name;
-  const at::Tensor discounts = on_device(linear.discounts, device, name, "discount");
-  const at::Tensor lambdas = on_device(linear.lambdas, device, name, "lambda_");
   const at::TensorOptions options = first.options().dtype(
       result_dtype({&inputs[0], &inputs[1], &inputs[2], &linear.ratios, &linear.discounts, &linear.lambdas}));
+  const c10::SymInt rows = first.sym_size(1 - step);
+  const bool is_longer = linear.observations && !linear.is_adjoint && !inputs[0].defined(); // than the results
+  const c10::SymInt steps = is_longer ? first.sym_size(step) - 1 : first.sym_size(step);
+  const Results results = make_results(linear, rows, steps, options);
+  const at::Tensor& to_values = results[1];
+  std::vector<at::Tensor> given; // the results that are wanted
+  std::copy_if(
+      results.begin(), results.end(), std::back_inserter(given), [](const at::Tensor& x) { return x.defined(); });
+  if (first.is_meta()) {
+    return given;
+  }
   ReturnsCall call{};
   call.element = element_of(options.dtype().toScalarType());
-  call.rows = first.size(1 - step);
-  const bool has_observations = linear.observations && !linear.is_adjoint;
-  call.steps = first.size(step) - (has_observations && !inputs[0].defined() ? 1 : 0);
+  call.rows = rows.expect_int();
+  call.steps = steps.expect_int();
   call.n = std::min(linear.n.expect_int(), call.steps);
-  const bool is_transitions = formula == Formula::n_step_transitions && !linear.is_adjoint;
-  call.formula = formula;
-  if (has_n(call.formula) && !is_transitions) {
+  call.formula = static_cast<Formula>(linear.formula);
+  call.is_adjoint = linear.is_adjoint;
+  if (has_n(call.formula) && (call.is_adjoint || call.formula == Formula::n_step_returns)) {
     // If no window ends because it has n steps, n-step returns are λ-returns with λ = 1, which Python passes.
     call.formula = call.n == call.steps ? Formula::lambda_returns : Formula::n_step_returns;
   }
-  call.is_adjoint = linear.is_adjoint;
-  const auto read = [&](OperandIndex index, const at::Tensor& tensor, double constant) {
-    call.operands[index] = operand_of(tensor, constant, batch_first);
-  };
-  read(kRewards, inputs[0], 0);
-  read(kValues, inputs[1], 0);
-  read(kNextValues, inputs[2], 0);
-  read(kDiscount, discounts, linear.discount);
-  read(kLambda, lambdas, linear.lambda);
-  const bool is_retrace_adjoint = linear.is_adjoint && formula == Formula::retrace;
-  const at::Tensor ratios = is_retrace_adjoint ? ratios_that_are_read(linear, discounts) : linear.ratios;
-  read(kRatios, ratios, 1);
-  read(kTerminated, linear.terminated, 0);
-  read(kTruncated, linear.truncated, 0);
-  read(kMask, linear.mask, 1);
-  std::array<at::Tensor, kClips> clips;
-  for (int k = 0; k < kClips; ++k) {
-    clips[k] = on_device(linear.clips[k], device, name, "a clip");
-    TORCH_CHECK(!clips[k].defined() || clips[k].numel() == 1, "gradscale_ext::returns: a clip must have one element");
-    call.clips[k] = operand_of(clips[k], linear.limits[k], batch_first);
-  }
-  const at::TensorOptions third_options = is_transitions ? options.dtype(at::kLong) : options;
-  if (is_pooled(third_options, call.rows * call.steps)) {
-    begin_pooled_call(options.device());
-  }
-  const auto add = [&](int index) {
-    const at::Tensor output = make_result(call.rows, call.steps, batch_first, index == 2 ? third_options : options);
-    call.outputs[index] = output_of(output, batch_first);
-    return output;
-  };
-  std::vector<at::Tensor> results;
-  if (!linear.is_adjoint) {
-    if (has_observations && inputs[1].defined()) {
-      // Functions with one result do not read the values of their own steps.
-      read(kValues, function.reads_own_values() ? inputs[1].narrow(step, 0, call.steps) : at::Tensor(), 0);
-      read(kNextValues, inputs[1].narrow(step, 1, call.steps), 0);
-    }
-    for (int i = 0; i < (function.num_results); ++i) {
-      results.push_back(add(i));
-    }
-    run(call, linear, first);
-    return results;
-  }
-  if (linear.wants[0]) {
-    results.push_back(add(0));
-  }
+  const std::vector<at::Tensor> made = read_operands(linear, first.device(), call);
+  std::array<at::Tensor, kOutputs> outputs{results[0], results[1], results[2]};
   std::vector<at::Tensor> to_later; // gradients of the values of the next steps
-  if (linear.observations && linear.wants[1]) {
-    // An observation is the state of its step and the successor of the step before: its gradient is the sum of both.
-    // Functions with one result do not read the state's value.
-    const at::Tensor sum = make_result(call.rows, call.steps + 1, batch_first, options);
-    results.push_back(sum);
-    if (function.reads_own_values()) {
-      sum.select(step, call.steps).zero_();
-      call.outputs[1] = output_of(sum, batch_first);
-      to_later.push_back(add(2));
-    } else {
-      sum.select(step, 0).zero_();
-      call.outputs[2] = output_of(sum.narrow(step, 1, call.steps), batch_first);
+  if (call.is_adjoint && to_values.defined()) {
+    const auto add_to_later = [&](int index) {
+      to_later.push_back(outputs[index] = make_result(rows, steps, batch_first, options));
+    };
+    if (linear.observations && kFunctions[linear.formula].reads_own_values()) {
+      // An observation is the state of its step and the successor of the step before: its gradient is the sum of both.
+      to_values.select(step, call.steps).zero_();
+      add_to_later(2);
+    } else if (linear.observations) {
+      to_values.select(step, 0).zero_();
+      outputs[1] = at::Tensor();
+      outputs[2] = to_values.narrow(step, 1, call.steps);
     }
-  } else {
-    for (int i = 1; i < 3; ++i) {
-      if (linear.wants[i]) {
-        results.push_back(add(i));
-      }
+    if (call.formula == Formula::vtrace) {
+      add_to_later(3);
     }
   }
-  if (formula == Formula::vtrace && linear.wants[1]) {
-    to_later.push_back(add(3));
+  for (int k = 0; k < kOutputs; ++k) {
+    call.outputs[k] = output_of(outputs[k], batch_first);
   }
   run(call, linear, first);
   for (const at::Tensor& gradient : to_later) {
-    const at::Tensor& to_values = results[linear.wants[0] ? 1 : 0];
     const int64_t count = std::min(call.steps, to_values.size(step) - 1);
     if (count > 0) {
       to_values.narrow(step, 1, count).add_(gradient.narrow(step, 0, count));
     }
   }
-  return results;
+  return given;
 }
 
 std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows) {
   const bool batch_first = windows.batch_first;
   const int step = step_dim(batch_first);
-  const c10::Device device = windows.rewards.device();
-  const at::Tensor discounts = on_device(windows.discounts, device, "muzero_targets", "discount");
-  const at::Tensor to_play = !windows.to_play.defined() || windows.to_play.scalar_type() == at::kLong
-                                 ? windows.to_play
-                                 : windows.to_play.to(at::kLong);
+  const at::TensorOptions options = windows.rewards.options();
+  const c10::Device device = options.device();
   const at::ScalarType dtype =
       result_dtype({&windows.rewards, &windows.root_values, &windows.root_reward, &windows.discounts});
+  const c10::SymInt rows = windows.rewards.sym_size(1 - step), steps = windows.num_unroll_steps;
+  if (is_pooled(options.dtype(dtype), rows * (steps + 1))) {
+    begin_pooled_call(device);
+  }
+  const auto make = [&](const c10::SymInt& num_steps, at::ScalarType type) {
+    return make_result(rows, num_steps, batch_first, options.dtype(type));
+  };
+  const at::Tensor values = make(steps + 1, dtype);
+  const at::Tensor targets = make(windows.root_reward.defined() ? steps + 1 : steps, dtype);
+  const at::Tensor mask = make(steps + 1, at::kBool), policy_mask = make(steps + 1, at::kBool);
+  const std::vector<at::Tensor> results{values, targets, mask, policy_mask};
+  if (device.is_meta()) {
+    return results;
+  }
+  const at::Tensor discounts = on_device(windows.discounts, device, "muzero_targets", "discount");
+  const at::Tensor to_play = windows.to_play.defined() ? windows.to_play.to(at::kLong) : windows.to_play;
   MuZeroCall call{};
   call.element = element_of(dtype);
-  call.rows = windows.rewards.size(1 - step);
+  call.rows = rows.expect_int();
   call.moves = windows.rewards.size(step);
-  call.unroll_steps = windows.num_unroll_steps.expect_int();
+  call.unroll_steps = steps.expect_int();
   call.td_steps = windows.horizons.defined() ? call.moves : std::min(windows.td_steps.expect_int(), call.moves);
   call.prefix_horizon = windows.prefix_horizon.expect_int();
   call.rewards = operand_of(windows.rewards, 0, batch_first);
   call.root_values = operand_of(windows.root_values, 0, batch_first);
   call.discount = operand_of(discounts, windows.discount, batch_first);
   call.root_reward = operand_of(windows.root_reward, 0, batch_first);
-  if (windows.lengths.defined()) {
-    call.lengths = windows.lengths.const_data_ptr<int64_t>();
-    call.lengths_stride = windows.lengths.stride(0);
-  }
-  if (const at::Tensor& horizons = windows.horizons; horizons.defined()) {
-    call.horizons = horizons.const_data_ptr<int64_t>();
-    const bool is_per_row = horizons.dim() == 1;
-    call.horizons_strides[kRow] = horizons.stride(is_per_row ? 0 : 1 - step);
-    call.horizons_strides[kStep] = is_per_row ? 0 : horizons.stride(step);
-  }
   call.terminated = operand_of(windows.terminated, 0, batch_first);
-  if (to_play.defined()) {
-    call.to_play = to_play.const_data_ptr<int64_t>();
-    call.to_play_strides[kRow] = to_play.stride(1 - step);
-    call.to_play_strides[kStep] = to_play.stride(step);
-  }
-  if (windows.is_checked && (call.lengths != nullptr || call.to_play != nullptr)) {
-    std::atomic<bool> is_wrong{false};
-    const int64_t grain = std::max<int64_t>(1, kGrain / (call.unroll_steps + call.td_steps + 1));
-    at::parallel_for(0, call.rows, grain, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        if (!is_valid(call, row)) {
-          is_wrong = true;
-        }
-      }
-    });
-    if (is_wrong) {
-      return {};
-    }
-  }
-  const at::TensorOptions options = windows.rewards.options();
-  const auto make = [&](int64_t steps, at::ScalarType type) {
-    return make_result(call.rows, steps, batch_first, options.dtype(type));
-  };
-  const int64_t steps = call.unroll_steps;
-  if (is_pooled(options.dtype(dtype), call.rows * (steps + 1))) {
-    begin_pooled_call(options.device());
-  }
-  const at::Tensor values = make(steps + 1, dtype);
-  const at::Tensor targets = make(steps + (windows.root_reward.defined() ? 1 : 0), dtype);
-  const at::Tensor mask = make(steps + 1, at::kBool), policy_mask = make(steps + 1, at::kBool);
+  call.lengths = integers_of(windows.lengths, batch_first);
+  call.to_play = integers_of(to_play, batch_first);
+  call.horizons = integers_of(windows.horizons, batch_first);
   call.values = output_of(values, batch_first);
   call.targets = output_of(targets, batch_first);
   call.mask = mask.mutable_data_ptr<bool>();
   call.policy_mask = policy_mask.mutable_data_ptr<bool>();
+  if (windows.is_checked && !are_valid(call)) {
+    return {};
+  }
   if (call.rows > 0 && runs_kernels(device)) {
     launch_muzero(call, OnDevice(device));
-  } else if (call.rows > 0) {
-    const int64_t cost = (steps + 1) * (call.td_steps + 8);
-    at::parallel_for(0, call.rows, std::max<int64_t>(1, kGrain / cost), [&](int64_t begin, int64_t end) {
-      muzero_kernel(call, begin, end);
-    });
+  } else {
+    each_row(call, [&](int64_t begin, int64_t end) { muzero_kernel(call, begin, end); });
   }
-  return {values, targets, mask, policy_mask};
+  return results;
 }
 
 } // namespace gradscale

@@ -225,7 +225,7 @@ struct MuZeroRow {
         row(row),
         is_over(element_at<uint8_t>(call.terminated, row, 0) != 0),
         discount(element_at<A>(call.discount, row, 0)) {
-    const int64_t recorded = call.lengths == nullptr ? call.moves : call.lengths[row * call.lengths_stride];
+    const int64_t recorded = call.lengths.data == nullptr ? call.moves : call.lengths.at(row, 0);
     length = recorded < 0 ? 0 : recorded < call.moves ? recorded : call.moves;
   }
 
@@ -234,11 +234,9 @@ struct MuZeroRow {
   template <class TdSteps, class Rewards, class Values>
   GRADSCALE_HOST_DEVICE void write(
       int64_t j, const TdSteps& td_steps, const Rewards& rewards, const Values& root_values) const {
-    const int64_t* players = call.to_play == nullptr ? nullptr : call.to_play + row * call.to_play_strides[kRow];
-    const int64_t stride = call.to_play_strides[kStep];
     // x of move i, from the perspective of the player to move at step j.
     const auto in_perspective = [&](A x, int64_t i) {
-      return players == nullptr || players[i * stride] == players[j * stride] ? x : -x;
+      return call.to_play.data == nullptr || call.to_play.at(row, i) == call.to_play.at(row, j) ? x : -x;
     };
     A z = A(0);
     if (j <= length) {

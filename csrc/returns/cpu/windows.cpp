@@ -101,7 +101,7 @@ void muzero_rows_of(const MuZeroCall& call, int64_t begin, int64_t end) {
 
 void muzero_rows(const MuZeroCall& call, int64_t begin, int64_t end) {
   const bool is_double = call.element == Element::float64;
-  if (call.horizons == nullptr) {
+  if (call.horizons.data == nullptr) {
     is_double ? muzero_rows_of<double, false>(call, begin, end) : muzero_rows_of<float, false>(call, begin, end);
   } else {
     is_double ? muzero_rows_of<double, true>(call, begin, end) : muzero_rows_of<float, true>(call, begin, end);
