@@ -25,7 +25,7 @@ import gradscale_ext as gs
 from gradscale_ext import reference
 from gradscale_ext.capture.graphs import seeming_to_capture
 from gradscale_ext.statistics import gradients as module
-from gradscale_ext.statistics import passes
+from gradscale_ext.statistics import operators, passes
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NORMS = (1.0, 2.0, 3.14, math.inf)
@@ -879,3 +879,21 @@ def test_the_host_waits_for_results_that_it_reads():
         assert passes.moved_to(result.device, result) is result
         passes.moved_to(result.device, passes.moved_to(torch.device("cpu"), result))
     assert copies.found == [("cpu", False), ("cuda", True)]
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_shapes_of_the_operators_without_values(rows):
+    """The functions that allocate the results give their shapes to tracers."""
+    found = []
+    for device in ("cpu", "meta"):
+        gradients = [torch.ones(3, 4, device=device), None, torch.ones(5, device=device)]
+        values, counts, norms = operators.tensor_statistics(gradients, 2.0, gradients, rows)
+        clipping = operators.clipping_of(values, counts, 2.0, 1.0, False)
+        factors = operators.unit_factors(norms, clipping, 0.1, 1e-3, False)
+        given = [gradient for gradient in gradients if gradient is not None]
+        operators.clip_units(given, factors[0], rows, False)
+        found.append([(x.shape, x.stride(), x.dtype) for x in (values, counts, norms, clipping, *factors)])
+    assert found[1] == found[0]
+    assert found[0][2][0] == (2, 4 if rows else 2)
+    for operator in ("tensor_statistics", "clipping_of", "unit_factors", "clip_units"):
+        assert torch._library.simple_registry.singleton.find(f"gradscale_ext::{operator}").fake_impl.kernel is None

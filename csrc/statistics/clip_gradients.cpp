@@ -67,8 +67,11 @@ void finish(const std::vector<at::Tensor>& tensors, const std::vector<Target>& t
 
 at::Tensor clipping_of(
     const at::Tensor& values, const at::Tensor& counts, double p, const Value& max_norm, bool skip_nonfinite) {
-  const bool on_device = runs_kernels(values.device());
   const at::Tensor out = at::empty({3}, values.options());
+  if (values.is_meta()) {
+    return out;
+  }
+  const bool on_device = runs_kernels(values.device());
   ClippingCall call{
       values.const_data_ptr<double>(),
       counts.const_data_ptr<int64_t>(),
@@ -122,9 +125,13 @@ void clip_on_cpu(const std::vector<UnitRange>& ranges, const double* factors, bo
 
 std::pair<at::Tensor, at::Tensor> unit_factors(
     const at::Tensor& norms, const at::Tensor& clipping, double adaptive, double eps, bool skip) {
+  std::pair<at::Tensor, at::Tensor> result{
+      at::empty_symint({norms.sym_size(1)}, norms.options()), at::empty({3}, norms.options())};
+  if (norms.is_meta()) {
+    return result;
+  }
   TORCH_CHECK(norms.is_cpu() && norms.is_contiguous(), "unit_factors: norms must be contiguous, on a CPU");
   const int64_t count = norms.size(1);
-  std::pair<at::Tensor, at::Tensor> result{at::empty({count}, norms.options()), at::empty({3}, norms.options())};
   const double* from = norms.const_data_ptr<double>();
   double* out = result.first.mutable_data_ptr<double>();
   double smallest = 1;
@@ -148,6 +155,9 @@ std::pair<at::Tensor, at::Tensor> unit_factors(
 }
 
 void clip_units(const std::vector<at::Tensor>& tensors, const at::Tensor& factors, bool rows, bool skip_nonfinite) {
+  if (factors.is_meta()) {
+    return;
+  }
   std::vector<Target> targets; // made before anything is written, because target_of() may raise
   std::vector<UnitRange> ranges;
   targets.reserve(tensors.size());

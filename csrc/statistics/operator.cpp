@@ -1,6 +1,6 @@
 // The passes as registered operators, which torch.compile keeps in its graphs. They give the same bits as in eager
 // mode. A number that varies from call to call is passed as a tensor, because a number is a constant of the graph; the
-// number before it is then ignored. gradscale_ext/statistics/operators.py has the shapes of the results.
+// number before it is then ignored. On the meta device, results have shapes alone.
 #include "statistics.h"
 
 #include <ATen/ops/empty.h>
@@ -16,7 +16,7 @@ using OptionalList = c10::List<std::optional<at::Tensor>>;
 using Varying = std::optional<at::Tensor>; // a scalar on the CPU
 
 double number_of(double number, const Varying& varying) {
-  return varying ? varying->item<double>() : number;
+  return varying && !varying->is_meta() ? varying->item<double>() : number;
 }
 
 OptionalTensors tensors_of(const OptionalList& list) {

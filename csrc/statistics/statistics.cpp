@@ -194,12 +194,12 @@ void launch_statistics(
   });
 }
 
-// Pairs gradients with their weights, and counts the units. Copies tensors whose units are not blocks of memory, and
-// puts the copies of gradients into `parts`.
-std::vector<UnitPair> pairs_of(std::vector<Stored>& parts, const OptionalTensors& weights, bool rows, int64_t& count) {
+// Pairs gradients with their weights. Copies tensors whose units are not blocks of memory, and puts the copies of
+// gradients into `parts`.
+std::vector<UnitPair> pairs_of(std::vector<Stored>& parts, const OptionalTensors& weights, bool rows) {
   std::vector<UnitPair> pairs;
   pairs.reserve(parts.size());
-  count = 0;
+  int64_t count = 0;
   for (size_t i = 0; i < parts.size(); ++i) {
     UnitPair pair{parts[i].elements, at::Tensor(), Units(), count};
     if (weights[i]) {
@@ -253,31 +253,47 @@ void launch_unit_norms(const std::vector<UnitPair>& pairs, const UnitNorms& out,
   });
 }
 
+// On the meta device, as for tracers, sizes may be symbols.
+TensorStatistics make_results(
+    const OptionalTensors& gradients, const std::optional<OptionalTensors>& weights, bool rows, c10::Device where) {
+  const auto count = static_cast<int64_t>(gradients.size());
+  const auto numbers = at::TensorOptions().device(where).dtype(at::kDouble);
+  TensorStatistics result{
+      at::empty({3, count}, numbers), at::empty({5, count}, numbers.dtype(at::kLong)), at::Tensor()};
+  if (weights) {
+    c10::SymInt units = 0;
+    for (const std::optional<at::Tensor>& weight : *weights) {
+      units += weight ? Units::number(*weight, rows) : 0;
+    }
+    result.norms = at::zeros_symint({2, units}, numbers);
+  }
+  return result;
+}
+
 } // namespace
 
 TensorStatistics tensor_statistics(
     const OptionalTensors& gradients, double p, const std::optional<OptionalTensors>& weights, bool rows) {
   c10::Device where = at::kCPU;
+  for (const std::optional<at::Tensor>& gradient : gradients) {
+    where = gradient ? gradient->device() : where;
+  }
+  TensorStatistics result = make_results(gradients, weights, rows, where);
+  if (gradients.empty() || where.is_meta()) {
+    return result;
+  }
   std::vector<Stored> parts;
   parts.reserve(gradients.size());
   for (const std::optional<at::Tensor>& gradient : gradients) {
-    where = gradient ? gradient->device() : where;
     parts.push_back(stored(gradient));
   }
   const auto count = static_cast<int64_t>(gradients.size());
-  const auto options = at::TensorOptions().device(where);
-  TensorStatistics result{
-      at::empty({3, count}, options.dtype(at::kDouble)), at::empty({5, count}, options.dtype(at::kLong)), at::Tensor()};
   const StatisticsOut out{result.values.mutable_data_ptr<double>(), result.counts.mutable_data_ptr<int64_t>(), count};
   std::vector<UnitPair> pairs;
   UnitNorms norms{};
   if (weights) {
-    pairs = pairs_of(parts, *weights, rows, norms.count);
-    result.norms = at::zeros({2, norms.count}, result.values.options());
-    norms.norms = result.norms.mutable_data_ptr<double>();
-  }
-  if (gradients.empty()) {
-    return result;
+    pairs = pairs_of(parts, *weights, rows);
+    norms = {result.norms.mutable_data_ptr<double>(), result.norms.size(1)};
   }
   const std::vector<TensorRange> ranges = ranges_of(parts);
   if (!runs_kernels(where)) {

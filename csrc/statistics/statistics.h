@@ -211,7 +211,11 @@ struct Units {
 
   Units() = default;
   Units(const at::Tensor& tensor, bool rows)
-      : count(rows && tensor.dim() > 1 ? tensor.size(0) : 1), length(count == 0 ? 0 : tensor.numel() / count) {
+      : count(number(tensor, rows).expect_int()), length(count == 0 ? 0 : tensor.numel() / count) {
+  }
+
+  static c10::SymInt number(const at::Tensor& tensor, bool rows) {
+    return rows && tensor.dim() > 1 ? tensor.sym_size(0) : c10::SymInt(1);
   }
 
   // True if each unit is one dense block of memory, and the blocks follow each other. The order of the elements within

@@ -6,7 +6,6 @@ Functions have the names and arguments of the functions of `_C` and of `referenc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -60,39 +59,3 @@ def clip_units(tensors: Sequence[torch.Tensor], factors: torch.Tensor, rows: boo
         reference.clip_units(tensors, factors, rows, skip_nonfinite)
     else:
         torch.ops.gradscale_ext.clip_units(tensors, factors, rows, skip_nonfinite)
-
-
-# ---- Shapes, for tracers --------------------------------------------------------------------------------------------
-
-
-@torch.library.register_fake("gradscale_ext::tensor_statistics")  # type: ignore[misc]
-def _statistics_shapes(
-    gradients: Sequence[torch.Tensor | None],
-    p: float,
-    varying_p: torch.Tensor | None,
-    weights: Sequence[torch.Tensor | None],
-    rows: bool,
-) -> tuple[torch.Tensor, ...]:
-    count = len(gradients)
-    units: Any = sum(reference.units_of(weight, rows) for weight in weights if weight is not None)
-    like = next(gradient for gradient in gradients if gradient is not None)
-    return (
-        like.new_empty((3, count), dtype=torch.float64),
-        like.new_empty((5, count), dtype=torch.int64),
-        like.new_empty((2, units), dtype=torch.float64),
-    )
-
-
-@torch.library.register_fake("gradscale_ext::clipping_of")  # type: ignore[misc]
-def _clipping_shape(values: torch.Tensor, *others: Any) -> torch.Tensor:
-    return values.new_empty(3)
-
-
-@torch.library.register_fake("gradscale_ext::unit_factors")  # type: ignore[misc]
-def _factors_shapes(norms: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return norms.new_empty(norms.shape[1]), norms.new_empty(3)
-
-
-@torch.library.register_fake("gradscale_ext::clip_units")  # type: ignore[misc]
-def _no_shape(*arguments: Any) -> None:
-    pass
