@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import numbers
 from typing import Any, NoReturn
 
 import torch
 
-from . import _distributed, _remedies
-from ._numbers import as_float
+from . import _distributed, _numbers, _remedies
 
 _ARGUMENTS = {
     "scale_gradient": ("scale",),
@@ -47,16 +45,11 @@ def real(operator: str, argument: str, value: Any) -> float | torch.Tensor:
     if type(value) is float:
         return value
     if isinstance(value, torch.Tensor):
-        if value.is_complex() or value.dtype == torch.bool:
-            raise TypeError(f"{operator}: {argument} must be real, but it is a tensor of dtype {value.dtype}")
+        _numbers.check_real(f"{operator}: {argument}", value)
         return value
-    if isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt) and not isinstance(value, bool):
-        return as_float(f"{operator}: {argument}", value)
     can_be_tensor = hasattr(value, "__array__") and argument != "norm_type"
     remedy = _remedies.remedy_for_type(value, argument) if can_be_tensor else ""
-    raise TypeError(
-        f"{operator}: {argument} must be a real number or tensor, but it is of type {type(value).__name__}{remedy}"
-    )
+    return _numbers.real(f"{operator}: {argument}", value, "a real number or tensor", remedy)
 
 
 def limit(operator: str, argument: str, value: Any) -> float | torch.Tensor:
@@ -68,16 +61,13 @@ def limit(operator: str, argument: str, value: Any) -> float | torch.Tensor:
 
 
 def groups(operator: str, batch_dims: Any, norm_type: Any) -> tuple[int, float]:
-    if not isinstance(batch_dims, numbers.Integral) or isinstance(batch_dims, bool):
-        raise TypeError(f"{operator}: batch_dims must be an integer, but it is of type {type(batch_dims).__name__}")
-    if batch_dims < 0:
-        raise ValueError(f"{operator}: batch_dims must not be negative, but it is {batch_dims}")
+    batch_dims = int(_numbers.integer(f"{operator}: batch_dims", batch_dims, 0))
     p = real(operator, "norm_type", norm_type)
     if isinstance(p, torch.Tensor):
         raise TypeError(f"{operator}: norm_type must be a number, but it is a tensor")
     if not p > 0:
         raise ValueError(f"{operator}: norm_type must be greater than 0, but it is {p}")
-    return int(batch_dims), p
+    return batch_dims, p
 
 
 def bounds(operator: str, min: Any, max: Any) -> tuple[float | torch.Tensor, float | torch.Tensor]:

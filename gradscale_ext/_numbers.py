@@ -18,19 +18,37 @@ def as_float(argument: str, value: Any) -> float:
         raise ValueError(f"{argument} must be a number in the range of a float, but it is too large") from None
 
 
-def real(argument: str, value: Any, wanted: str = "a number") -> float:
+def real(argument: str, value: Any, wanted: str = "a number", remedy: str = "") -> float:
     """A real number of Python or NumPy as a float; `wanted` describes the expected type in the error."""
     if type(value) is float:
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt):
-        raise TypeError(f"{argument} must be {wanted}, but it is of type {type(value).__name__}")
+        raise TypeError(f"{argument} must be {wanted}, but it is of type {type(value).__name__}{remedy}")
     return as_float(argument, value)
+
+
+def integer(argument: str, value: Any, least: int, most: int = 2**63 - 1) -> Any:
+    """Check an integer of Python, NumPy or a tracer. `most` is a power of 2, minus 1."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral | torch.SymInt):
+        raise TypeError(f"{argument} must be an integer of at least {least}, but it is of type {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{argument} must be an integer of at least {least}, but it is {value}")
+    if value > most:
+        raise ValueError(
+            f"{argument} must be an integer from {least} to 2**{most.bit_length()} - 1, but it is too large"
+        )
+    return value
+
+
+def check_real(argument: str, value: torch.Tensor) -> None:
+    """Refuse a tensor of complex numbers or flags."""
+    if value.is_complex() or value.dtype == torch.bool:
+        raise TypeError(f"{argument} must be real, but it is a tensor of dtype {value.dtype}")
 
 
 def check_scalar(argument: str, value: torch.Tensor) -> None:
     """Refuse a tensor that is not real, or that has dimensions."""
-    if value.is_complex() or value.dtype == torch.bool:
-        raise TypeError(f"{argument} must be real, but it is a tensor of dtype {value.dtype}")
+    check_real(argument, value)
     if value.is_nested:
         raise TypeError(f"{argument} must be a real number or a tensor without dimensions, but it is a nested tensor")
     if value.dim() > 0:

@@ -8,7 +8,8 @@ import torch
 
 from . import _context, _distributed, _native, reference
 from ._native import _C
-from ._trajectories import CLIPS, Discount, MuZeroTargets, Trajectories, result_dtype
+from ._tensors import result_dtype
+from ._trajectories import Discount, MuZeroTargets, Trajectories
 from ._window_values import check_targets, check_values
 from ._windows import Window
 
@@ -37,7 +38,8 @@ def run(function: str, call: Trajectories) -> tuple[torch.Tensor, ...]:
         return _distributed.by_whole(lambda whole: run(function, Trajectories(*whole)), tuple(call))  # type: ignore[no-any-return]
     device = call.rewards.device
     if device.type not in (*_native.DEVICE_TYPES, "meta"):
-        return _by_reference(function, call)
+        results = reference.of_trajectories(function, call)
+        return (results,) if isinstance(results, torch.Tensor) else tuple(results)
     dtype = result_dtype(*call)
     discounts, discount = _split(call.discount, dtype, device)
     lambdas, lambda_ = _split(call.lambda_, dtype, device)
@@ -54,23 +56,6 @@ def run(function: str, call: Trajectories) -> tuple[torch.Tensor, ...]:
     observations = call.next_values is None and function != "n_step_transitions"
     formula = FORMULAS[function]
     return tuple(torch.ops.gradscale_ext.returns(is_adjoint, formula, wants, observations, *inputs, *flags, *numbers))
-
-
-def _by_reference(function: str, call: Trajectories) -> tuple[torch.Tensor, ...]:
-    arguments = call._asdict()
-    clips, n, ratios = arguments.pop("clips"), arguments.pop("n"), arguments.pop("ratios")
-    if function in ("n_step_returns", "n_step_transitions"):
-        arguments["n"] = n
-        del arguments["lambda_"]
-    if function == "n_step_transitions":
-        del arguments["values"], arguments["next_values"]
-    if function in ("vtrace", "retrace"):
-        arguments["ratios"] = ratios
-        arguments |= dict(zip(CLIPS[function], clips, strict=False))
-    if function == "retrace":
-        arguments["q_values"] = arguments.pop("values")
-    results = getattr(reference, function)(**arguments)
-    return (results,) if isinstance(results, torch.Tensor) else tuple(results)
 
 
 def run_muzero(window: Window) -> MuZeroTargets:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from . import _context, _numbers, _remedies, _table
+from . import _context, _numbers, _remedies, _table, _tensors
+from ._tensors import written
 
 Discount = float | torch.Tensor
-
-#: Types of the numbers in a trajectory.
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-_LARGEST = {"2**31 - 1": 2**31 - 1, "2**63 - 1": 2**63 - 1}
 
 
 class GeneralizedAdvantages(NamedTuple):
@@ -84,8 +80,32 @@ class MuZeroTargets(NamedTuple):
         return _table.named_tensors(self)
 
 
-#: The limits of ratios among the arguments of a function.
-CLIPS = {"vtrace": ("clip_rho", "clip_c", "clip_pg_rho"), "retrace": ("clip_c",)}
+class Function(NamedTuple):
+    """The arguments in which the functions over transitions differ. csrc/returns/kernels.h lists the functions for C++.
+
+    Attributes:
+        values: the name of the values; empty for a function without values and next_values.
+        reads_values: True if it reads values also where next_values are given.
+        has_observations: True if values of all T + 1 observations can be given instead of next_values.
+        clips: the names of the limits of its ratios; a function without limits has no ratios.
+        has_n: True for n, False for lambda_.
+    """
+
+    values: str = "values"
+    reads_values: bool = True
+    has_observations: bool = True
+    clips: tuple[str, ...] = ()
+    has_n: bool = False
+
+
+FUNCTIONS = {
+    "lambda_returns": Function(reads_values=False),
+    "generalized_advantages": Function(),
+    "vtrace": Function(clips=("clip_rho", "clip_c", "clip_pg_rho")),
+    "retrace": Function("q_values", has_observations=False, clips=("clip_c",)),
+    "n_step_returns": Function(reads_values=False, has_n=True),
+    "n_step_transitions": Function("", reads_values=False, has_n=True),
+}
 
 
 class Trajectories(NamedTuple):
@@ -107,16 +127,6 @@ class Trajectories(NamedTuple):
     batch_first: bool
     clips: tuple[float, float, float] = (torch.inf, torch.inf, torch.inf)
     n: int = 0
-
-
-def result_dtype(*values: object) -> torch.dtype:
-    """float64 if an argument is a float64 tensor, else float32."""
-    is_double = any(isinstance(value, torch.Tensor) and value.dtype == torch.float64 for value in values)
-    return torch.float64 if is_double else torch.float32
-
-
-def written(shape: Any) -> str:
-    return "[" + ", ".join([f"{size}" for size in shape]) + "]"
 
 
 class Checker:
@@ -144,15 +154,7 @@ class Checker:
         return written(("B", steps) if self.batch_first else (steps, "B"))
 
     def tensor(self, name: str, value: Any, more: int | None = 0, wanted: str = "a tensor") -> None:
-        if not isinstance(value, torch.Tensor):
-            is_number = isinstance(value, numbers.Number)
-            shape = f" of shape {self._letters(more)}" if is_number else ""
-            raise TypeError(
-                f"{self.function}: {name} must be {wanted}{shape}, but it is of type {type(value).__name__}"
-                f"{'' if is_number else _remedies.remedy_for_type(value, name, self._stacked_dims(more))}"
-            )
-        if fault := _remedies.remedy_for_kind(value):
-            raise TypeError(f"{self.function}: {name} {fault}")
+        _tensors.check_tensor(self.function, name, value, wanted, self._letters(more), self._stacked_dims(more))
 
     def _stacked_dims(self, more: int | None) -> dict[str, int] | None:
         """The dimension in which a list becomes a tensor."""
@@ -163,22 +165,18 @@ class Checker:
 
     def floats(self, name: str, value: Any, more: int | None = 0) -> None:
         self.tensor(name, value, more)
-        if value.dtype not in FLOATS:
-            remedy = f"write {name}{'.real' if value.is_complex() else '.float()'}"
-            may_be_flags = name == "next_values" and self.function != "retrace"  # the third argument of others
-            if may_be_flags and not value.is_complex():
-                flags = name if value.dtype == torch.bool else f"{name}.bool()"
-                remedy = f"{remedy}, or, if these are flags of ends, terminated={flags}"
-            raise TypeError(
-                f"{self.function}: {name} must be float64, float32, bfloat16 or float16, but its dtype is "
-                f"{value.dtype}; {remedy}"
-            )
+        or_else = ""
+        if name == "next_values" and self.function != "retrace":  # the third argument of others, which may be flags
+            flags = name if value.dtype == torch.bool else f"{name}.bool()"
+            or_else = f", or, if these are flags of ends, terminated={flags}"
+        _tensors.check_float_dtype(self.function, name, value, or_else)
+
+    def dtype(self, name: str, value: torch.Tensor, accepted: bool, wanted: str) -> None:
+        """Check the dtype of a tensor of integers."""
+        _tensors.check_dtype(self.function, name, value, accepted, wanted, ".long()")
 
     def on_device(self, name: str, value: torch.Tensor) -> None:
-        if value.device != self.device:
-            raise ValueError(
-                f"{self.function}: {name} must be on the device of rewards, {self.device}, but it is on {value.device}"
-            )
+        _tensors.check_device(self.function, name, value, "rewards", self.device)
 
     def _dims(self, name: str, value: torch.Tensor, more: int = 0) -> None:
         if value.dim() != 2:
@@ -197,7 +195,7 @@ class Checker:
             one_row, one_step = (f"{name}[None]", (1, *shape)), (f"{name}[:, None]", (*shape, 1))
             expressions = dict([one_row, one_step] if self.batch_first else [one_step, one_row])
         for expression, result in expressions.items():
-            if name != "rewards" and result == self._sizes(more):
+            if name != "rewards" and result == self.sizes(more):
                 return f"; write {expression}"
         if name == "rewards" and len(shape) == 1:
             trajectory, steps = ("[None]", "[:, None]") if self.batch_first else ("[:, None]", "[None]")
@@ -212,7 +210,7 @@ class Checker:
         if remedy := self._remedy_for_last_values(name, value):
             return remedy
         if shape == (self.steps + more,):
-            sizes = ", ".join(map(str, self._sizes(more)))
+            sizes = ", ".join(map(str, self.sizes(more)))
             return f"; write {name}{'' if self.batch_first else '[:, None]'}.expand({sizes}) if all rows are alike"
         return ""
 
@@ -234,9 +232,9 @@ class Checker:
     def _remedy_for_last_values(self, name: str, value: torch.Tensor) -> str:
         """Remedy for next_values of the last step alone."""
         values = self._others.get("values")
-        has_steps = isinstance(values, torch.Tensor) and values.shape == self._sizes(0)
+        has_steps = isinstance(values, torch.Tensor) and values.shape == self.sizes(0)
         can_be_appended = has_steps and self._others.get("truncated") is None
-        is_last = tuple(value.shape) in ((self.batch,), self._sizes(1 - self.steps))
+        is_last = tuple(value.shape) in ((self.batch,), self.sizes(1 - self.steps))
         if name != "next_values" or not is_last or not can_be_appended:
             return ""
         last = name if value.dim() == 2 else f"{name}[:, None]" if self.batch_first else f"{name}[None]"
@@ -246,20 +244,18 @@ class Checker:
         )
 
     def shape(self, more: int = 0) -> str:
-        """The shape of rewards, plus `more` steps."""
-        return written(self._sizes(more))
+        """The shape of rewards, with `more` additional steps."""
+        return written(self.sizes(more))
 
-    def _sizes(self, more: int) -> tuple[int, int]:
+    def sizes(self, more: int = 0) -> tuple[int, int]:
+        """The sizes of rewards, with `more` additional steps."""
         return (self.batch, self.steps + more) if self.batch_first else (self.steps + more, self.batch)
-
-    def _has_steps(self, value: torch.Tensor, more: int) -> bool:
-        return tuple(value.shape) == self._sizes(more)
 
     def shaped(self, name: str, value: torch.Tensor, more: int = 0, reason: str = "") -> None:
         """Check for two dimensions, and for `more` steps more than rewards have."""
         self.on_device(name, value)
         self._dims(name, value, more)
-        if not self._has_steps(value, more):
+        if tuple(value.shape) != self.sizes(more):
             swapped = (self.batch + more, self.steps) if self.batch_first else (self.steps, self.batch + more)
             if name in ("values", "root_values") and tuple(value.shape) == swapped:  # the first tensor after rewards
                 order = written((self.step_letter, "B") if self.batch_first else ("B", self.step_letter))
@@ -275,10 +271,7 @@ class Checker:
         if value is None:
             return
         self.tensor(name, value, 0 if shape is None else None, "a bool tensor")
-        if value.dtype != torch.bool:
-            raise TypeError(
-                f"{self.function}: {name} must be a bool tensor, but its dtype is {value.dtype}; write {name}.bool()"
-            )
+        _tensors.check_bools(self.function, name, value)
         if shape is None:
             self.shaped(name, value)
         else:
@@ -330,76 +323,49 @@ class Checker:
         return (self.batch, steps) if self.batch_first else (steps, self.batch)
 
     def _number(self, name: str, value: Any, low: float, per_step: bool) -> float:
-        if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt):
-            remedy = "" if isinstance(value, numbers.Number) else _remedies.remedy_for_type(value, name)
-            raise TypeError(
-                f"{self.function}: {name} must be a number, a 0-dim tensor, or a tensor that broadcasts to "
-                f"{written(self._coefficient_sizes(per_step))}, but it is of type {type(value).__name__}{remedy}"
-            )
-        number = self._float(name, value, f"from {low:g} to 1")
+        sizes = written(self._coefficient_sizes(per_step))
+        wanted = f"a number, a 0-dim tensor, or a tensor that broadcasts to {sizes}"
+        remedy = "" if isinstance(value, numbers.Number) else _remedies.remedy_for_type(value, name)
+        number = _numbers.real(f"{self.function}: {name}", value, wanted, remedy)
         if not low <= number <= 1:
             raise ValueError(f"{self.function}: {name} must be from {low:g} to 1, but it is {number}")
         return number
 
-    def _float(self, name: str, value: Any, wanted: str) -> float:
-        try:
-            return float(value)
-        except OverflowError:
-            raise ValueError(f"{self.function}: {name} must be {wanted}, but it is too large for a float") from None
-
     def clip(self, name: str, value: Any) -> float:
-        if value is None:
-            return torch.inf
-        if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt):
-            raise TypeError(
-                f"{self.function}: {name} must be a number or None, but it is of type {type(value).__name__}"
-            )
-        number = self._float(name, value, "a float that is not negative, or None")
+        number = torch.inf if value is None else _numbers.real(f"{self.function}: {name}", value, "a number or None")
         if not number >= 0:
             raise ValueError(f"{self.function}: {name} must not be negative or NaN, but it is {number}")
         return number
 
-    def integer(self, name: str, value: Any, least: int, most: str = "2**63 - 1") -> int:
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral | torch.SymInt):
-            raise TypeError(
-                f"{self.function}: {name} must be an integer of at least {least}, "
-                f"but it is of type {type(value).__name__}"
-            )
-        if value < least:
-            raise ValueError(f"{self.function}: {name} must be an integer of at least {least}, but it is {value}")
-        if value > _LARGEST[most]:
-            raise ValueError(f"{self.function}: {name} must be an integer from {least} to {most}, but it is too large")
-        return value  # type: ignore[no-any-return]
+    def integer(self, name: str, value: Any, least: int, most: int = 2**63 - 1) -> int:
+        return _numbers.integer(f"{self.function}: {name}", value, least, most)  # type: ignore[no-any-return]
 
 
 def check_trajectories(
     function: str,
     rewards: Any,
-    values: Any,
-    next_values: Any,
-    discount: Any,
-    lambda_: Any,
-    terminated: Any,
-    truncated: Any,
-    mask: Any,
-    batch_first: Any,
+    values: Any = None,
+    next_values: Any = None,
     *,
+    discount: Any,
+    lambda_: Any = 1.0,
     ratios: Any = None,
-    clips: tuple[Any, Any, Any] = (None, None, None),
+    clips: Sequence[Any] = (),
     n: Any = None,
+    terminated: Any = None,
+    truncated: Any = None,
+    mask: Any = None,
+    batch_first: Any = True,
 ) -> Trajectories:
-    """Check the arguments of one of the functions over transitions.
+    """Check the arguments of one of the functions over transitions. `clips` may be longer than the function's.
 
     Raises:
         TypeError: a type or dtype is wrong.
         ValueError: a shape, device or number is wrong, or a constant requires grad.
     """
-    is_retrace = function == "retrace"
-    has_values = function != "n_step_transitions"
-    reads_values = function not in ("lambda_returns", "n_step_returns", "n_step_transitions")
-    name = "q_values" if is_retrace else "values"
+    takes = FUNCTIONS[function]
     others = {
-        name: values,
+        takes.values or "values": values,
         "next_values": next_values,
         "ratios": ratios,
         "discount": discount,
@@ -409,49 +375,21 @@ def check_trajectories(
         "mask": mask,
     }
     check = Checker(function, rewards, batch_first, others)
-    if next_values is not None:
+    if next_values is not None or not takes.has_observations:
         check.floats("next_values", next_values)
         check.shaped("next_values", next_values)
-    elif is_retrace:
-        raise TypeError("retrace: next_values must be a tensor, but it is of type NoneType")
-    if values is None:
-        if reads_values:
-            raise TypeError(f"{function}: {name} must be a tensor, but it is of type NoneType")
-        if next_values is None and has_values:
-            raise ValueError(
-                f"{function}: next_values {check.shape()} or values {check.shape(1)} must be given, but both are None"
-            )
-    else:
-        check.floats(name, values, 1 if next_values is None else 0)
-        if next_values is None:
-            if tuple(values.shape) == tuple(rewards.shape):
-                raise ValueError(
-                    f"{function}: values must have shape {check.shape(1)}, one for each observation, because "
-                    f"next_values is None, but its shape is {check.shape()}; give next_values, the values of the true "
-                    "successors"
-                )
-            check.shaped("values", values, 1, ", one for each observation")
-            if truncated is not None:
-                raise ValueError(
-                    f"{function}: truncated cannot be given with values of shape {check.shape(1)}: after a reset the "
-                    f"next value belongs to another episode; give values {check.shape()} and next_values "
-                    f"{check.shape()}, the values of the true successors before any reset"
-                )
-        elif not reads_values and values.dim() == 2 and check._has_steps(values, 1):
-            check.on_device(name, values)
-        else:
-            check.shaped(name, values, 0, "" if is_retrace else " because next_values is given")
-    if function in ("vtrace", "retrace"):
+    if takes.values:
+        _check_values(check, takes, values, next_values, truncated)
+    if takes.clips:
         check.floats("ratios", ratios)
         check.constant("ratios", ratios)
         check.shaped("ratios", ratios)
     discount = check.coefficient("discount", discount, -1)
-    has_n = function in ("n_step_returns", "n_step_transitions")
-    lambda_ = 1.0 if has_n else check.coefficient("lambda_", lambda_, 0)
+    lambda_ = 1.0 if takes.has_n else check.coefficient("lambda_", lambda_, 0)
     for flag, value in (("terminated", terminated), ("truncated", truncated), ("mask", mask)):
         check.flags(flag, value)
-    clip_numbers = [check.clip(name, value) for name, value in zip(CLIPS.get(function, ()), clips, strict=False)]
-    clip_numbers += [torch.inf] * (3 - len(clip_numbers))
+    limits = [check.clip(name, value) for name, value in zip(takes.clips, clips, strict=False)]
+    rho, c, pg_rho = [*limits, torch.inf, torch.inf, torch.inf][:3]
     return Trajectories(
         rewards=rewards,
         values=values,
@@ -463,6 +401,35 @@ def check_trajectories(
         truncated=truncated,
         mask=mask,
         batch_first=batch_first,
-        clips=(clip_numbers[0], clip_numbers[1], clip_numbers[2]),
-        n=check.integer("n", n, 1) if has_n else 0,
+        clips=(rho, c, pg_rho),
+        n=check.integer("n", n, 1) if takes.has_n else 0,
     )
+
+
+def _check_values(check: Checker, takes: Function, values: Any, next_values: Any, truncated: Any) -> None:
+    """Check the values of states or actions, or of all observations if there are no next_values."""
+    function, name = check.function, takes.values
+    if values is None and not takes.reads_values:
+        if next_values is None:
+            raise ValueError(
+                f"{function}: next_values {check.shape()} or values {check.shape(1)} must be given, but both are None"
+            )
+        return
+    check.floats(name, values, 1 if next_values is None else 0)
+    if next_values is None:
+        if tuple(values.shape) == check.sizes():
+            raise ValueError(
+                f"{function}: values must have shape {check.shape(1)}, one for each observation, because next_values "
+                f"is None, but its shape is {check.shape()}; give next_values, the values of the true successors"
+            )
+        check.shaped("values", values, 1, ", one for each observation")
+        if truncated is not None:
+            raise ValueError(
+                f"{function}: truncated cannot be given with values of shape {check.shape(1)}: after a reset the next "
+                f"value belongs to another episode; give values {check.shape()} and next_values {check.shape()}, the "
+                "values of the true successors before any reset"
+            )
+    elif not takes.reads_values and tuple(values.shape) == check.sizes(1):
+        check.on_device(name, values)
+    else:
+        check.shaped(name, values, 0, " because next_values is given" if takes.has_observations else "")

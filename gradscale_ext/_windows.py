@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from . import _numbers
-from ._trajectories import Checker, Discount, written
+from ._tensors import written
+from ._trajectories import Checker, Discount
 
 
 class Window(NamedTuple):
@@ -37,11 +38,7 @@ def _checked_td_steps(check: Checker, td_steps: Any, num_steps: int) -> int | to
         return check.integer("td_steps", td_steps, 1)
     sizes = (check.batch, num_steps) if check.batch_first else (num_steps, check.batch)
     check.tensor("td_steps", td_steps, None, "an integer of at least 1, or an int64 tensor")
-    if td_steps.dtype != torch.int64:
-        raise TypeError(
-            f"{check.function}: td_steps must be an integer or an int64 tensor, but its dtype is {td_steps.dtype}; "
-            "write td_steps.long()"
-        )
+    check.dtype("td_steps", td_steps, td_steps.dtype == torch.int64, "an integer or an int64 tensor")
     check.on_device("td_steps", td_steps)
     shape = tuple(td_steps.shape)
     if shape not in ((check.batch,), sizes):
@@ -86,15 +83,12 @@ def check_window(
     _numbers.check_flag(f"{function}: check", check_values)
     check.floats("root_values", root_values, 1)
     check.shaped("root_values", root_values, 1, ", one step more than rewards")
-    num_unroll_steps = check.integer("num_unroll_steps", num_unroll_steps, 0, "2**31 - 1")
+    num_unroll_steps = check.integer("num_unroll_steps", num_unroll_steps, 0, 2**31 - 1)
     td_steps = _checked_td_steps(check, td_steps, num_unroll_steps + 1)
     discount = check.coefficient("discount", discount, -1, per_step=False)
     if lengths is not None:
         check.tensor("lengths", lengths, None, "an int64 tensor")
-        if lengths.dtype != torch.int64:
-            raise TypeError(
-                f"{function}: lengths must be an int64 tensor, but its dtype is {lengths.dtype}; write lengths.long()"
-            )
+        check.dtype("lengths", lengths, lengths.dtype == torch.int64, "an int64 tensor")
         check.per_row("lengths", lengths)
         if terminated is None:
             raise ValueError(
@@ -104,11 +98,8 @@ def check_window(
     check.flags("terminated", terminated, (check.batch,))
     if to_play is not None:
         check.tensor("to_play", to_play, 1, "a tensor of integers or bool")
-        if to_play.dtype.is_floating_point or to_play.dtype.is_complex:
-            raise TypeError(
-                f"{function}: to_play must be a tensor of integers or bool, but its dtype is {to_play.dtype}; "
-                "write to_play.long()"
-            )
+        is_integral = not (to_play.is_floating_point() or to_play.is_complex())
+        check.dtype("to_play", to_play, is_integral, "a tensor of integers or bool")
         check.shaped("to_play", to_play, 1, ", one step more than rewards")
     if root_reward is not None:
         check.floats("root_reward", root_reward, None)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import _context, _distributed, _numbers, _remedies, _tensors
-from ._trajectories import result_dtype
+from ._tensors import result_dtype
 
 
 def completed_q_policy(
@@ -135,16 +135,14 @@ def _check(given: dict[str, Any]) -> None:
         if name != "visit_counts":
             _tensors.check_floats(function, name, tensor)
     _tensors.check_tensor(function, "visit_counts", counts, "a tensor of integers or floats")
-    if counts.dtype == torch.bool or counts.is_complex():
-        raise TypeError(
-            f"{function}: visit_counts must be a tensor of integers or floats, but its dtype is {counts.dtype}; write "
-            + ("visit_counts.real" if counts.is_complex() else "visit_counts.long()")
-        )
+    is_count = counts.dtype != torch.bool and not counts.is_complex()
+    remedy = ".real" if counts.is_complex() else ".long()"
+    _tensors.check_dtype(function, "visit_counts", counts, is_count, "a tensor of integers or floats", remedy)
     logits = given["prior_logits"]
     if logits.dim() == 0:
         raise ValueError(f"{function}: prior_logits must have shape [..., A], but they have no dimensions")
     for name, tensor in given.items():
-        _tensors.check_device(function, name, tensor, "prior_logits", logits)
+        _tensors.check_device(function, name, tensor, "prior_logits", logits.device)
         wanted = logits.shape[:-1] if name == "value" else logits.shape
         if tensor.shape != wanted:
             raise ValueError(

@@ -11,7 +11,7 @@ import torch
 from . import _context, _distributed, _numbers, _tensors
 from ._buffers import ModuleWithNumbers
 from ._ranks import gathered, group_of, is_mapped
-from ._trajectories import result_dtype
+from ._tensors import result_dtype
 
 
 def standardize(
@@ -315,7 +315,7 @@ class ReturnScale(ModuleWithNumbers):
         _tensors.check_floats("ReturnScale", "returns", returns)
         if mask is not None:
             _tensors.check_mask("ReturnScale", mask, "returns", returns)
-        _tensors.check_device("ReturnScale", "returns", returns, "the module", self.num_updates)
+        _tensors.check_device("ReturnScale", "returns", returns, "the module", self.num_updates.device)
         if _distributed.mesh_of(returns, mask) is not None:
             _tensors.refuse_group("ReturnScale", self._group[0], "returns", returns, mask)
             return _distributed.by_whole(self.forward, returns, mask)  # type: ignore[no-any-return]

@@ -57,7 +57,19 @@ def _results(
         if results:  # a Refusal is False, which is asked sooner than its type
             return results
     call = check_trajectories(
-        function, rewards, values, next_values, discount, lambda_, *flags, batch_first, ratios=ratios, clips=clips, n=n
+        function,
+        rewards,
+        values,
+        next_values,
+        discount=discount,
+        lambda_=lambda_,
+        ratios=ratios,
+        clips=clips,
+        n=n,
+        terminated=terminated,
+        truncated=truncated,
+        mask=mask,
+        batch_first=batch_first,
     )
     _numbers.check_flag(f"{function}: check", check)
     if check:

@@ -75,7 +75,7 @@ def priorities(
             f"priorities: expected and targets must both have shape {'[B, T]' if batch_first else '[T, B]'}, T at "
             f"least 1, but they have {tuple(nu.shape)} and {tuple(z.shape)}{_remedy_for_order(nu, z, batch_first)}"
         )
-    _tensors.check_device("priorities", "targets", z, "expected", nu)
+    _tensors.check_device("priorities", "targets", z, "expected", nu.device)
     alpha, eps = _numbers.real("priorities: alpha", alpha), _numbers.real("priorities: eps", eps)
     if not (0 <= alpha < math.inf and 0 <= eps < math.inf):
         raise ValueError(f"priorities: alpha and eps must be finite and at least 0, but they are {alpha} and {eps}")

@@ -13,6 +13,7 @@ from .returns import (
     muzero_targets,
     n_step_returns,
     n_step_transitions,
+    of_trajectories,
     retrace,
     vtrace,
 )
@@ -59,6 +60,7 @@ __all__ = [
     "norm_of",
     "normalize_gradient",
     "octaves_of",
+    "of_trajectories",
     "project",
     "raw_centers",
     "retrace",

@@ -8,25 +8,30 @@ The functions have the arguments of their namesakes in `gradscale_ext`. Where a 
 from __future__ import annotations
 
 import functools
-from typing import Any
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
 from .. import _context
+from .._tensors import result_dtype
 from .._trajectories import (
+    FUNCTIONS,
     Discount,
+    Function,
     GeneralizedAdvantages,
     MuZeroTargets,
     NStepTransitions,
     Trajectories,
     VTrace,
     check_trajectories,
-    result_dtype,
 )
 from .._window_values import check_targets, check_values, horizons
 from .._windows import check_window
 
 Tensor = torch.Tensor
+Results = TypeVar("Results")
 
 
 def times(*factors: Tensor) -> Tensor:
@@ -113,31 +118,50 @@ class _Steps:
         return torch.stack(kept, time_dim)
 
 
-def lambda_returns(
-    rewards: Tensor,
-    values: Tensor | None = None,
-    next_values: Tensor | None = None,
-    *,
-    discount: Discount,
-    lambda_: Discount,
-    terminated: Tensor | None = None,
-    truncated: Tensor | None = None,
-    mask: Tensor | None = None,
-    batch_first: bool = True,
-) -> Tensor:
-    """``G_t = r_t + discount_t ((1 - lambda_t) B_t + lambda_t G_{t+1})``; at a cut ``r_t + discount_t B_t``."""
-    call = check_trajectories(
-        "lambda_returns",
-        rewards,
-        values,
-        next_values,
-        discount,
-        lambda_,
-        terminated,
-        truncated,
-        mask,
-        batch_first,
+def of_trajectories(function: str, call: Trajectories) -> Any:
+    """The results of one of the functions for a checked call."""
+    return globals()[function].__wrapped__(call)
+
+
+def _with_arguments(compute: Callable[[Trajectories], Results]) -> Callable[..., Results]:
+    """Give a function of a checked call the arguments of its namesake in `gradscale_ext`."""
+    name = compute.__name__
+    takes = FUNCTIONS[name]
+    signature = _signature(takes).replace(return_annotation=compute.__annotations__["return"])
+
+    @functools.wraps(compute)
+    def function(*args: Any, **kwargs: Any) -> Results:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        arguments = given.arguments
+        values = arguments.pop(takes.values, None)
+        clips = [arguments.pop(clip) for clip in takes.clips]
+        return compute(check_trajectories(name, values=values, clips=clips, **arguments))
+
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return function
+
+
+def _signature(takes: Function) -> inspect.Signature:
+    required = inspect.Parameter.empty
+    positional: dict[str, Any] = {"rewards": required}
+    if takes.values:
+        positional[takes.values] = required if takes.reads_values else None
+        positional["next_values"] = None if takes.has_observations else required
+    keywords: dict[str, Any] = {"ratios": required} if takes.clips else {}
+    keywords["discount"] = required
+    keywords["n" if takes.has_n else "lambda_"] = 1.0 if takes.clips else required
+    keywords |= dict.fromkeys(takes.clips, 1.0) | dict.fromkeys(("terminated", "truncated", "mask"))
+    keywords["batch_first"] = True
+    kinds = ((positional, inspect.Parameter.POSITIONAL_OR_KEYWORD), (keywords, inspect.Parameter.KEYWORD_ONLY))
+    return inspect.Signature(
+        [inspect.Parameter(name, kind, default=default) for named, kind in kinds for name, default in named.items()]
     )
+
+
+@_with_arguments
+def lambda_returns(call: Trajectories) -> Tensor:
+    """``G_t = r_t + discount_t ((1 - lambda_t) B_t + lambda_t G_{t+1})``; at a cut ``r_t + discount_t B_t``."""
     s, returns = _Steps(call), []
     g = s.zero
     for t in s.backwards:
@@ -146,25 +170,12 @@ def lambda_returns(
     return s.result(returns)
 
 
-def n_step_returns(
-    rewards: Tensor,
-    values: Tensor | None = None,
-    next_values: Tensor | None = None,
-    *,
-    discount: Discount,
-    n: int,
-    terminated: Tensor | None = None,
-    truncated: Tensor | None = None,
-    mask: Tensor | None = None,
-    batch_first: bool = True,
-) -> Tensor:
+@_with_arguments
+def n_step_returns(call: Trajectories) -> Tensor:
     """``G_t = r_t + discount_t (r_{t+1} + discount_{t+1} (... B_{t+m-1}))``; m = n, or fewer if a cut comes first."""
-    call = check_trajectories(
-        "n_step_returns", rewards, values, next_values, discount, None, terminated, truncated, mask, batch_first, n=n
-    )
     s, returns = _Steps(call), []
     for t in s.backwards:
-        last = min(t + n, s.shape[1]) - 1
+        last = min(t + call.n, s.shape[1]) - 1
         g = s.bootstrap[last]
         for i in range(last, t - 1, -1):
             g = s.r[i] + times(s.discount[i], torch.where(s.cut[i], s.bootstrap[i], g))
@@ -172,25 +183,14 @@ def n_step_returns(
     return s.result(returns)
 
 
-def n_step_transitions(
-    rewards: Tensor,
-    *,
-    discount: Discount,
-    n: int,
-    terminated: Tensor | None = None,
-    truncated: Tensor | None = None,
-    mask: Tensor | None = None,
-    batch_first: bool = True,
-) -> NStepTransitions:
+@_with_arguments
+def n_step_transitions(call: Trajectories) -> NStepTransitions:
     """``r_t + discount_t (r_{t+1} + ...)``, the product of the discounts, and m, of windows of m <= n steps."""
-    call = check_trajectories(
-        "n_step_transitions", rewards, None, None, discount, None, terminated, truncated, mask, batch_first, n=n
-    )
     s = _Steps(call)
     sums, products, counts = [], [], []
     one = torch.ones_like(s.zero)
     for t in s.backwards:
-        last = min(t + n, s.shape[1]) - 1
+        last = min(t + call.n, s.shape[1]) - 1
         total, product, m = s.zero, one, torch.zeros_like(s.zero, dtype=torch.int64)
         for i in range(last, t - 1, -1):
             is_last = s.cut[i] if i < last else torch.ones_like(s.cut[i])
@@ -204,31 +204,9 @@ def n_step_transitions(
     return NStepTransitions(s.result(sums), s.result(products), s.result(counts).long())
 
 
-def generalized_advantages(
-    rewards: Tensor,
-    values: Tensor,
-    next_values: Tensor | None = None,
-    *,
-    discount: Discount,
-    lambda_: Discount,
-    terminated: Tensor | None = None,
-    truncated: Tensor | None = None,
-    mask: Tensor | None = None,
-    batch_first: bool = True,
-) -> GeneralizedAdvantages:
+@_with_arguments
+def generalized_advantages(call: Trajectories) -> GeneralizedAdvantages:
     """``A_t = delta_t + discount_t lambda_t A_{t+1}``, ``delta_t = r_t + discount_t B_t - V_t``; returns are A + V."""
-    call = check_trajectories(
-        "generalized_advantages",
-        rewards,
-        values,
-        next_values,
-        discount,
-        lambda_,
-        terminated,
-        truncated,
-        mask,
-        batch_first,
-    )
     s, advantages, returns = _Steps(call), [], []
     assert s.v is not None
     a = s.zero
@@ -240,37 +218,9 @@ def generalized_advantages(
     return GeneralizedAdvantages(s.result(advantages), s.result(returns))
 
 
-def vtrace(
-    rewards: Tensor,
-    values: Tensor,
-    next_values: Tensor | None = None,
-    *,
-    ratios: Tensor,
-    discount: Discount,
-    lambda_: Discount = 1.0,
-    clip_rho: float | None = 1.0,
-    clip_c: float | None = 1.0,
-    clip_pg_rho: float | None = 1.0,
-    terminated: Tensor | None = None,
-    truncated: Tensor | None = None,
-    mask: Tensor | None = None,
-    batch_first: bool = True,
-) -> VTrace:
+@_with_arguments
+def vtrace(call: Trajectories) -> VTrace:
     """``e_t = rho_t (r_t + discount_t B_t - V_t) + discount_t c_t e_{t+1}``; targets are V + e."""
-    call = check_trajectories(
-        "vtrace",
-        rewards,
-        values,
-        next_values,
-        discount,
-        lambda_,
-        terminated,
-        truncated,
-        mask,
-        batch_first,
-        ratios=ratios,
-        clips=(clip_rho, clip_c, clip_pg_rho),
-    )
     s, targets, advantages = _Steps(call), [], []
     assert s.v is not None
     assert s.ratio is not None
@@ -286,35 +236,9 @@ def vtrace(
     return VTrace(s.result(targets), s.result(advantages))
 
 
-def retrace(
-    rewards: Tensor,
-    q_values: Tensor,
-    next_values: Tensor,
-    *,
-    ratios: Tensor,
-    discount: Discount,
-    lambda_: Discount = 1.0,
-    clip_c: float | None = 1.0,
-    terminated: Tensor | None = None,
-    truncated: Tensor | None = None,
-    mask: Tensor | None = None,
-    batch_first: bool = True,
-) -> Tensor:
+@_with_arguments
+def retrace(call: Trajectories) -> Tensor:
     """``G_t = r_t + discount_t (B_t + c_{t+1} (G_{t+1} - Q_{t+1}))``; at a cut ``r_t + discount_t B_t``."""
-    call = check_trajectories(
-        "retrace",
-        rewards,
-        q_values,
-        next_values,
-        discount,
-        lambda_,
-        terminated,
-        truncated,
-        mask,
-        batch_first,
-        ratios=ratios,
-        clips=(clip_c, None, None),
-    )
     s, returns = _Steps(call), []
     assert s.v is not None
     assert s.ratio is not None
