@@ -10,6 +10,7 @@ import torch
 import torch.compiler.config
 
 from . import _context, _kernels
+from ._context import Function
 from ._remedies import INSTALL
 
 REBUILD = f"compile gradscale_ext again, in a checkout: `{INSTALL} --force-reinstall --no-deps .`"
@@ -67,8 +68,8 @@ except ImportError as error:
 torch.compiler.config.cache_key_tag += f"gradscale_ext {_built('SOURCES')}"
 
 
-def _seen(function: Any) -> Any:
-    """Wrap a function so that a mode such as `GradientTracer` or a default device sees its calls."""
+def seen_by_modes(function: Function) -> Function:
+    """Wrap a function of `_C` so that a mode such as `GradientTracer` or a default device sees its calls."""
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
@@ -76,18 +77,8 @@ def _seen(function: Any) -> Any:
             return torch.overrides.handle_torch_function(call, (), *args)
         return function(*args)
 
-    return call
+    return call  # type: ignore[return-value]
 
-
-for _name in (
-    "multi_step_loss",
-    "encode",
-    "decode",
-    "l2_loss",
-    "returns",
-    "muzero_targets",
-):
-    setattr(_C, _name, _seen(getattr(_C, _name)))
 
 #: Devices whose tensors the kernels accept.
 DEVICE_TYPES = ("cpu", "cuda") if torch.version.cuda and _kernels.can_be_had() else ("cpu",)

@@ -14,7 +14,7 @@ import torch
 
 from . import _context, _numbers
 from ._keywords import with_known_names
-from ._native import _C, Refusal
+from ._native import _C, Refusal, seen_by_modes
 from ._returns_operator import FORMULAS, run, run_muzero
 from ._trajectories import (
     Discount,
@@ -28,6 +28,9 @@ from ._trajectory_values import check_values
 from ._windows import check_window
 
 Tensor = torch.Tensor
+
+_returns = seen_by_modes(_C.returns)
+_muzero_targets = seen_by_modes(_C.muzero_targets)
 
 
 def _results(
@@ -51,7 +54,7 @@ def _results(
     first."""
     flags = (terminated, truncated, mask)
     if check is False and _context.is_eager():
-        results = _C.returns(
+        results = _returns(
             FORMULAS[function], rewards, values, next_values, ratios, discount, lambda_, *flags, clips, n, batch_first
         )
         if results:  # a Refusal is False, which is asked sooner than its type
@@ -541,7 +544,7 @@ def muzero_targets(
     (tensor([[1.5000, 1.0000, 0.0000]]), tensor([[1., 1.]]), tensor([[ True,  True, False]]))
     """
     if check is False and _context.is_eager():
-        results = _C.muzero_targets(
+        results = _muzero_targets(
             rewards,
             root_values,
             num_unroll_steps,

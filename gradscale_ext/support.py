@@ -12,9 +12,12 @@ from typing import Any, Literal
 import torch
 
 from . import _context, _distributed, _numbers, _remedies
-from ._native import _C, Refusal, warn_of_reference
+from ._native import _C, Refusal, seen_by_modes, warn_of_reference
 from .reference import supports as reference
 from .transforms import LARGEST_FLOAT32, TRANSFORMS, checked_eps, largest_transformed
+
+_encode = seen_by_modes(_C.encode)
+_decode = seen_by_modes(_C.decode)
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ class Support:
         _check_scalars("two_hot", x)
         if _distributed.is_distributed(x):
             return _distributed.by_whole(self.two_hot, x)  # type: ignore[no-any-return]
-        encoded = _C.encode(self._compiled, 0.0, x) if _context.is_eager() else None
+        encoded = _encode(self._compiled, 0.0, x) if _context.is_eager() else None
         if encoded is None or isinstance(encoded, Refusal):
             warn_of_reference("Support.two_hot", encoded)
             encoded = reference.two_hot(x, self)
@@ -178,7 +181,7 @@ class Support:
             raise ValueError(f"Support.hl_gauss: sigma_ratio must be finite and above 0, but it is {sigma_ratio}")
         if _distributed.is_distributed(x):
             return _distributed.by_whole(self.hl_gauss, x, sigma_ratio)  # type: ignore[no-any-return]
-        encoded = _C.encode(self._compiled, sigma_ratio, x) if _context.is_eager() else None
+        encoded = _encode(self._compiled, sigma_ratio, x) if _context.is_eager() else None
         if encoded is None or isinstance(encoded, Refusal):
             warn_of_reference("Support.hl_gauss", encoded)
             encoded = reference.hl_gauss(x, self, sigma_ratio)
@@ -202,7 +205,7 @@ class Support:
         """
         values = None
         if _context.is_eager() and not check:
-            values = _C.decode(self._compiled, self, logits)
+            values = _decode(self._compiled, self, logits)
             if not isinstance(values, Refusal):
                 return values
         _check_scalars("decode", logits, "logits")

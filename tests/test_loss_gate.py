@@ -341,8 +341,8 @@ def test_the_gate_and_the_error_name_the_same_argument(wrong, monkeypatch):
     else:
         options[argument] = change
     refusals = []
-    gate = multi_step._C.multi_step_loss
-    monkeypatch.setattr(multi_step._C, "multi_step_loss", lambda *call: refusals.append(gate(*call)) or refusals[-1])
+    gate = multi_step._fused_loss
+    monkeypatch.setattr(multi_step, "_fused_loss", lambda *call: refusals.append(gate(*call)) or refusals[-1])
     with pytest.raises((TypeError, ValueError)) as caught:
         gs.multi_step_loss(HEADS, predictions, targets, **options)
     (refusal,) = refusals

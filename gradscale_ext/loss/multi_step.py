@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import _context, _distributed, _numbers, _remedies, reference
-from .._native import _C, DEVICE_TYPES, Refusal, warn_of_reference
+from .._native import _C, DEVICE_TYPES, Refusal, seen_by_modes, warn_of_reference
 from ..call.checks import as_dict, as_dicts, check_choice, is_mapping
 from ..call.options import (
     BY_HEAD,
@@ -37,6 +37,8 @@ from ..policy_heads import ClippedSquaredError, GaussianPolicyGradient, PolicyGr
 from ..support import Support
 from .compiled import can_compile, is_compiler_error, loss_by_compiler
 from .operator import call_operator
+
+_fused_loss = seen_by_modes(_C.multi_step_loss)
 
 Implementation = Literal["auto", "fused", "compiled", "reference"]
 _IMPLEMENTATIONS = get_args(Implementation)
@@ -262,7 +264,7 @@ def _run(
     needs_python = check or process_group is not None or normalize_importance_weights
     outputs = None
     if is_eager and not needs_python:
-        outputs = _C.multi_step_loss(plan, predictions, targets, options)
+        outputs = _fused_loss(plan, predictions, targets, options)
         if not isinstance(outputs, Refusal):
             return MultiStepLossOutput(**outputs)
     if _distributed.mesh_of(predictions, targets, options) is not None:
@@ -279,7 +281,7 @@ def _run(
         call = validate(heads, predictions, targets, options)
         options = for_all_ranks(call, process_group, normalize_importance_weights).options
     if is_eager and needs_python:
-        outputs = _C.multi_step_loss(plan, predictions, targets, options)
+        outputs = _fused_loss(plan, predictions, targets, options)
         if not isinstance(outputs, Refusal):
             return MultiStepLossOutput(**outputs)
     call = validate(heads, predictions, targets, options)

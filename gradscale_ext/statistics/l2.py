@@ -8,8 +8,10 @@ import torch
 
 from .. import _context, _numbers, reference
 from .._distributed import is_distributed
-from .._native import _C, Refusal, warn_of_reference
+from .._native import _C, Refusal, seen_by_modes, warn_of_reference
 from .passes import listed
+
+_l2_loss = seen_by_modes(_C.l2_loss)
 
 
 def l2_loss(parameters: Iterable[torch.Tensor] | torch.nn.Module, weight: float | torch.Tensor = 1.0) -> torch.Tensor:
@@ -57,7 +59,7 @@ def l2_loss(parameters: Iterable[torch.Tensor] | torch.nn.Module, weight: float 
     else:
         weight = _numbers.real("l2_loss: weight", weight, "a real number or a tensor without dimensions")
     if _context.is_eager():
-        loss = _C.l2_loss(tensors, weight)
+        loss = _l2_loss(tensors, weight)
         if not isinstance(loss, Refusal):
             return loss
         if not any(map(is_distributed, tensors)):
