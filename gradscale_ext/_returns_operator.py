@@ -9,7 +9,7 @@ import torch
 from . import _context, _distributed, _native, reference
 from ._native import _C
 from ._tensors import result_dtype
-from ._trajectories import Discount, MuZeroTargets, Trajectories
+from ._trajectories import FUNCTIONS, Discount, MuZeroTargets, Trajectories
 from ._window_values import check_targets, check_values
 from ._windows import Window
 
@@ -44,8 +44,8 @@ def run(function: str, call: Trajectories) -> tuple[torch.Tensor, ...]:
     discounts, discount = _split(call.discount, dtype, device)
     lambdas, lambda_ = _split(call.lambda_, dtype, device)
     rewards, values = call.rewards, call.values
-    if call.next_values is not None and function in ("lambda_returns", "n_step_returns"):
-        # The operator does not need values, but the dtype of the results depends on theirs.
+    if call.next_values is not None and not FUNCTIONS[function].reads_values:
+        # The operator does not read values, but the dtype of the results depends on theirs.
         rewards = rewards.double() if dtype == torch.float64 else rewards
         values = None
     clips, limits = zip(*[_split(clip, dtype, device) for clip in call.clips], strict=True)

@@ -81,7 +81,7 @@ class MuZeroTargets(NamedTuple):
 
 
 class Function(NamedTuple):
-    """The arguments in which the functions over transitions differ. csrc/returns/kernels.h lists the functions for C++.
+    """The arguments in which a function over transitions differs from others. csrc/returns/kernels.h has them for C++.
 
     Attributes:
         values: the name of the values; empty for a function without values and next_values.
@@ -98,14 +98,8 @@ class Function(NamedTuple):
     has_n: bool = False
 
 
-FUNCTIONS = {
-    "lambda_returns": Function(reads_values=False),
-    "generalized_advantages": Function(),
-    "vtrace": Function(clips=("clip_rho", "clip_c", "clip_pg_rho")),
-    "retrace": Function("q_values", has_observations=False, clips=("clip_c",)),
-    "n_step_returns": Function(reads_values=False, has_n=True),
-    "n_step_transitions": Function("", reads_values=False, has_n=True),
-}
+#: The functions by name. gradscale_ext/reference/returns.py adds each, next to its formula.
+FUNCTIONS: dict[str, Function] = {}
 
 
 class Trajectories(NamedTuple):

@@ -123,23 +123,27 @@ def of_trajectories(function: str, call: Trajectories) -> Any:
     return globals()[function].__wrapped__(call)
 
 
-def _with_arguments(compute: Callable[[Trajectories], Results]) -> Callable[..., Results]:
+def _over_trajectories(takes: Function) -> Callable[[Callable[[Trajectories], Results]], Callable[..., Results]]:
     """Give a function of a checked call the arguments of its namesake in `gradscale_ext`."""
-    name = compute.__name__
-    takes = FUNCTIONS[name]
-    signature = _signature(takes).replace(return_annotation=compute.__annotations__["return"])
 
-    @functools.wraps(compute)
-    def function(*args: Any, **kwargs: Any) -> Results:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        arguments = given.arguments
-        values = arguments.pop(takes.values, None)
-        clips = [arguments.pop(clip) for clip in takes.clips]
-        return compute(check_trajectories(name, values=values, clips=clips, **arguments))
+    def decorate(compute: Callable[[Trajectories], Results]) -> Callable[..., Results]:
+        name = compute.__name__
+        FUNCTIONS[name] = takes
+        signature = _signature(takes).replace(return_annotation=compute.__annotations__["return"])
 
-    function.__signature__ = signature  # type: ignore[attr-defined]
-    return function
+        @functools.wraps(compute)
+        def function(*args: Any, **kwargs: Any) -> Results:
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            arguments = given.arguments
+            values = arguments.pop(takes.values, None)
+            clips = [arguments.pop(clip) for clip in takes.clips]
+            return compute(check_trajectories(name, values=values, clips=clips, **arguments))
+
+        function.__signature__ = signature  # type: ignore[attr-defined]
+        return function
+
+    return decorate
 
 
 def _signature(takes: Function) -> inspect.Signature:
@@ -159,7 +163,7 @@ def _signature(takes: Function) -> inspect.Signature:
     )
 
 
-@_with_arguments
+@_over_trajectories(Function(reads_values=False))
 def lambda_returns(call: Trajectories) -> Tensor:
     """``G_t = r_t + discount_t ((1 - lambda_t) B_t + lambda_t G_{t+1})``; at a cut ``r_t + discount_t B_t``."""
     s, returns = _Steps(call), []
@@ -170,7 +174,7 @@ def lambda_returns(call: Trajectories) -> Tensor:
     return s.result(returns)
 
 
-@_with_arguments
+@_over_trajectories(Function(reads_values=False, has_n=True))
 def n_step_returns(call: Trajectories) -> Tensor:
     """``G_t = r_t + discount_t (r_{t+1} + discount_{t+1} (... B_{t+m-1}))``; m = n, or fewer if a cut comes first."""
     s, returns = _Steps(call), []
@@ -183,7 +187,7 @@ def n_step_returns(call: Trajectories) -> Tensor:
     return s.result(returns)
 
 
-@_with_arguments
+@_over_trajectories(Function("", reads_values=False, has_n=True))
 def n_step_transitions(call: Trajectories) -> NStepTransitions:
     """``r_t + discount_t (r_{t+1} + ...)``, the product of the discounts, and m, of windows of m <= n steps."""
     s = _Steps(call)
@@ -204,7 +208,7 @@ def n_step_transitions(call: Trajectories) -> NStepTransitions:
     return NStepTransitions(s.result(sums), s.result(products), s.result(counts).long())
 
 
-@_with_arguments
+@_over_trajectories(Function())
 def generalized_advantages(call: Trajectories) -> GeneralizedAdvantages:
     """``A_t = delta_t + discount_t lambda_t A_{t+1}``, ``delta_t = r_t + discount_t B_t - V_t``; returns are A + V."""
     s, advantages, returns = _Steps(call), [], []
@@ -218,7 +222,7 @@ def generalized_advantages(call: Trajectories) -> GeneralizedAdvantages:
     return GeneralizedAdvantages(s.result(advantages), s.result(returns))
 
 
-@_with_arguments
+@_over_trajectories(Function(clips=("clip_rho", "clip_c", "clip_pg_rho")))
 def vtrace(call: Trajectories) -> VTrace:
     """``e_t = rho_t (r_t + discount_t B_t - V_t) + discount_t c_t e_{t+1}``; targets are V + e."""
     s, targets, advantages = _Steps(call), [], []
@@ -236,7 +240,7 @@ def vtrace(call: Trajectories) -> VTrace:
     return VTrace(s.result(targets), s.result(advantages))
 
 
-@_with_arguments
+@_over_trajectories(Function("q_values", has_observations=False, clips=("clip_c",)))
 def retrace(call: Trajectories) -> Tensor:
     """``G_t = r_t + discount_t (B_t + c_{t+1} (G_{t+1} - Q_{t+1}))``; at a cut ``r_t + discount_t B_t``."""
     s, returns = _Steps(call), []
