@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -174,10 +174,12 @@ class Checker:
 
     def _dims(self, name: str, value: torch.Tensor, more: int = 0) -> None:
         if value.dim() != 2:
-            raise ValueError(
-                f"{self.function}: {name} must have shape {self._letters(more)}, "
-                f"but its shape is {written(value.shape)}{self._remedy_for_dims(name, value, more)}"
-            )
+            self._refuse_shape(name, value, self._letters(more), self._remedy_for_dims(name, value, more))
+
+    def _refuse_shape(self, name: str, value: torch.Tensor, wanted: str, remedy: str) -> NoReturn:
+        raise ValueError(
+            f"{self.function}: {name} must have shape {wanted}, but its shape is {written(value.shape)}{remedy}"
+        )
 
     def _remedy_for_dims(self, name: str, value: torch.Tensor, more: int) -> str:
         """An expression of the right shape. Rewards, which define the sizes, may have any two dimensions."""
@@ -256,29 +258,23 @@ class Checker:
                 remedy = f"; if rewards are {order}, pass batch_first={not self.batch_first}"
             else:
                 remedy = self._remedy_for_last_values(name, value)
-            raise ValueError(
-                f"{self.function}: {name} must have shape {self.shape(more)}"
-                f"{reason or ', the shape of rewards'}, but its shape is {written(value.shape)}{remedy}"
-            )
+            self._refuse_shape(name, value, f"{self.shape(more)}{reason or ', the shape of rewards'}", remedy)
 
-    def flags(self, name: str, value: Any, shape: tuple[int, ...] | None = None) -> None:
+    def flags(self, name: str, value: Any, are_per_row: bool = False) -> None:
         if value is None:
             return
-        self.tensor(name, value, 0 if shape is None else None, "a bool tensor")
+        self.tensor(name, value, None if are_per_row else 0, "a bool tensor")
         _tensors.check_bools(self.function, name, value)
-        if shape is None:
-            self.shaped(name, value)
-        else:
+        if are_per_row:
             self.per_row(name, value)
+        else:
+            self.shaped(name, value)
 
     def per_row(self, name: str, value: torch.Tensor) -> None:
         self.on_device(name, value)
         if tuple(value.shape) != (self.batch,):
             remedy = f"; write {name}.squeeze(-1)" if tuple(value.shape) == (self.batch, 1) else ""
-            raise ValueError(
-                f"{self.function}: {name} must have shape [{self.batch}], "
-                f"but its shape is {written(value.shape)}{remedy}"
-            )
+            self._refuse_shape(name, value, f"[{self.batch}]", remedy)
 
     def constant(self, name: str, value: Any) -> None:
         if isinstance(value, torch.Tensor):

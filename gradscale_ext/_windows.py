@@ -95,7 +95,7 @@ def check_window(
                 f"{function}: terminated must be given with lengths: a bool tensor of shape [{check.batch}], True "
                 "if the game ended, by its rules, after the recorded moves"
             )
-    check.flags("terminated", terminated, (check.batch,))
+    check.flags("terminated", terminated, are_per_row=True)
     if to_play is not None:
         check.tensor("to_play", to_play, 1, "a tensor of integers or bool")
         is_integral = not (to_play.is_floating_point() or to_play.is_complex())
