@@ -69,13 +69,23 @@ GRADSCALE_DISPATCH A element_at(const Operand& operand, int64_t row, int64_t ste
   return result;
 }
 
+// Integers of a row; absent if `data` is null.
+struct RowOfIntegers {
+  const int64_t* data;
+  int64_t stride;
+
+  GRADSCALE_HOST_DEVICE int64_t operator[](int64_t step) const {
+    return data[step * stride];
+  }
+};
+
 // Integers by row and step, with any strides; absent if `data` is null.
 struct Integers {
   const int64_t* data;
   int64_t strides[2];
 
-  GRADSCALE_HOST_DEVICE int64_t at(int64_t row, int64_t step) const {
-    return data[row * strides[kRow] + step * strides[kStep]];
+  GRADSCALE_HOST_DEVICE RowOfIntegers row(int64_t row) const {
+    return {data == nullptr ? nullptr : data + row * strides[kRow], strides[kStep]};
   }
 };
 
@@ -158,7 +168,7 @@ struct MuZeroCall {
 
 // td_steps of unroll step j of a row, from `horizons`: at least 1, and at most L, so that sums cannot overflow.
 GRADSCALE_HOST_DEVICE int64_t horizon_at(const MuZeroCall& call, int64_t row, int64_t j) {
-  const int64_t horizon = call.horizons.at(row, j);
+  const int64_t horizon = call.horizons.row(row)[j];
   return horizon < 1 ? 1 : horizon < call.td_steps ? horizon : call.td_steps;
 }
 

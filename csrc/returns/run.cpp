@@ -217,14 +217,14 @@ void launch_returns(ReturnsCall call, bool across, const OnDevice& device) {
 
 // True if the length of a row is from 0 to L, and its targets read at most two players.
 bool is_valid(const MuZeroCall& call, int64_t row) {
-  const int64_t length = call.lengths.data == nullptr ? call.moves : call.lengths.at(row, 0);
+  const int64_t length = call.lengths.data == nullptr ? call.moves : call.lengths.row(row)[0];
   if (length < 0 || length > call.moves) {
     return false;
   }
   if (call.to_play.data == nullptr) {
     return true;
   }
-  const auto player = [&](int64_t i) { return call.to_play.at(row, i); };
+  const RowOfIntegers players = call.to_play.row(row);
   const int64_t end = element_at<uint8_t>(call.terminated, row, 0) != 0 ? length - 1 : length;
   int64_t reach = call.unroll_steps + call.td_steps;
   if (call.horizons.data != nullptr) {
@@ -235,12 +235,12 @@ bool is_valid(const MuZeroCall& call, int64_t row) {
   }
   const int64_t last = std::min(end, reach);
   int64_t i = 1;
-  while (i <= last && player(i) == player(0)) {
+  while (i <= last && players[i] == players[0]) {
     ++i;
   }
   bool has_third = false;
   for (int64_t second = i; i <= last; ++i) {
-    has_third |= player(i) != player(0) && player(i) != player(second);
+    has_third |= players[i] != players[0] && players[i] != players[second];
   }
   return !has_third;
 }
@@ -254,10 +254,15 @@ void each_row(const MuZeroCall& call, Function function) {
 
 // True if all rows are valid.
 bool are_valid(const MuZeroCall& call) {
+  if (call.lengths.data == nullptr && call.to_play.data == nullptr) {
+    return true;
+  }
   std::atomic<bool> is_wrong{false};
   each_row(call, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      is_wrong = is_wrong || !is_valid(call, row);
+      if (!is_valid(call, row)) {
+        is_wrong = true;
+      }
     }
   });
   return !is_wrong;
@@ -318,7 +323,7 @@ Results make_results(
 }
 
 // Lets a call read its operands. Returns the tensors that were made for it, and that it reads.
-std::vector<at::Tensor> read_operands(const LinearCall& linear, c10::Device device, ReturnsCall& call) {
+std::array<at::Tensor, 3 + kClips> read_operands(const LinearCall& linear, c10::Device device, ReturnsCall& call) {
   const FunctionOverTrajectories& function = kFunctions[linear.formula];
   const bool batch_first = linear.batch_first;
   const int step = step_dim(batch_first);
@@ -344,12 +349,11 @@ std::vector<at::Tensor> read_operands(const LinearCall& linear, c10::Device devi
   read(kTerminated, linear.terminated, 0);
   read(kTruncated, linear.truncated, 0);
   read(kMask, linear.mask, 1);
-  std::vector<at::Tensor> made{discounts, lambdas, ratios};
+  std::array<at::Tensor, 3 + kClips> made{discounts, lambdas, ratios};
   for (int k = 0; k < kClips; ++k) {
-    const at::Tensor clip = on_device(linear.clips[k], device, function.name, "a clip");
+    const at::Tensor& clip = made[3 + k] = on_device(linear.clips[k], device, function.name, "a clip");
     TORCH_CHECK(!clip.defined() || clip.numel() == 1, "gradscale_ext::returns: a clip must have one element");
     call.clips[k] = operand_of(clip, linear.limits[k], batch_first);
-    made.push_back(clip);
   }
   return made;
 }
@@ -371,6 +375,7 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   const Results results = make_results(linear, rows, steps, options);
   const at::Tensor& to_values = results[1];
   std::vector<at::Tensor> given; // the results that are wanted
+  given.reserve(results.size());
   std::copy_if(
       results.begin(), results.end(), std::back_inserter(given), [](const at::Tensor& x) { return x.defined(); });
   if (first.is_meta()) {
@@ -387,7 +392,7 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
     // If no window ends because it has n steps, n-step returns are λ-returns with λ = 1, which Python passes.
     call.formula = call.n == call.steps ? Formula::lambda_returns : Formula::n_step_returns;
   }
-  const std::vector<at::Tensor> made = read_operands(linear, first.device(), call);
+  const auto made = read_operands(linear, first.device(), call);
   std::array<at::Tensor, kOutputs> outputs{results[0], results[1], results[2]};
   std::vector<at::Tensor> to_later; // gradients of the values of the next steps
   if (call.is_adjoint && to_values.defined()) {

@@ -225,7 +225,7 @@ struct MuZeroRow {
         row(row),
         is_over(element_at<uint8_t>(call.terminated, row, 0) != 0),
         discount(element_at<A>(call.discount, row, 0)) {
-    const int64_t recorded = call.lengths.data == nullptr ? call.moves : call.lengths.at(row, 0);
+    const int64_t recorded = call.lengths.data == nullptr ? call.moves : call.lengths.row(row)[0];
     length = recorded < 0 ? 0 : recorded < call.moves ? recorded : call.moves;
   }
 
@@ -234,9 +234,10 @@ struct MuZeroRow {
   template <class TdSteps, class Rewards, class Values>
   GRADSCALE_HOST_DEVICE void write(
       int64_t j, const TdSteps& td_steps, const Rewards& rewards, const Values& root_values) const {
+    const RowOfIntegers players = call.to_play.row(row);
     // x of move i, from the perspective of the player to move at step j.
     const auto in_perspective = [&](A x, int64_t i) {
-      return call.to_play.data == nullptr || call.to_play.at(row, i) == call.to_play.at(row, j) ? x : -x;
+      return players.data == nullptr || players[i] == players[j] ? x : -x;
     };
     A z = A(0);
     if (j <= length) {
