@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .arguments import Leaf
+from .arguments import Leaf, flatten, refuse_result
+from .contents import Contents, difference
 from .record import same_number
-from .snapshot import is_equal, states_of_torch
-from .state import Item, State, memory_of
+from .state import Item, memory_of
 
 _SMALL = 2**20
 """Bytes of a tensor that is copied also if no operator says that it writes to it."""
@@ -58,63 +57,29 @@ def _prime_from(number: int) -> int:
     return number
 
 
-class Outcome:
-    """What a step left: its result, the state that steps write to, and the random generators."""
-
-    @torch.no_grad()
-    def __init__(self, results: list[Leaf], state: State, is_written: Callable[[Item], bool]) -> None:
-        """Hold the tensors themselves: `keep` copies them."""
-        named = {f"the result{place}": value for place, value in results}
-        self._tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
-        self._constants = {name: value for name, value in named.items() if name not in self._tensors}
-        self._random = states_of_torch()
-        for item in state.tensors():
-            is_whole = not is_traceable_wrapper_subclass(item.value)  # a wrapper's parts are compared
-            if item.role != "attribute" and is_whole and is_written(item):
-                self._tensors[item.name] = item.value.detach()
-
-    def keep(self) -> Outcome:
-        """Copy the tensors, which later steps write to."""
-        self._tensors = {name: tensor.clone() for name, tensor in self._tensors.items()}
-        return self
-
-    @torch.no_grad()
-    def differences(self, other: Outcome) -> dict[str, float]:
-        """Names of what differs, and by how much: the largest difference of two elements."""
-        found = {}
-        for name, value in self._constants.items():
-            if not same_number(value, now := other._constants.get(name)):
-                found[f"{name} ({value!r} and {now!r})"] = math.inf
-        for name, state in self._random.items():
-            if state != other._random.get(name):
-                found[f"the state of {name}"] = math.inf
-        for name in [*self._tensors, *(other._tensors.keys() - self._tensors.keys())]:
-            one, two = self._tensors.get(name), other._tensors.get(name)
-            if one is None or two is None or one.shape != two.shape:
-                found[name] = math.inf
-            elif not is_equal(one, two):
-                found[name] = _distance(one, two)
-        return found
+def is_written(item: Item, written: Collection[int]) -> bool:
+    """False for tensors that steps only read, such as a replay buffer. `written`: memory that operators wrote to."""
+    tensor, memory = item.value, memory_of(item.value)
+    has_gradient = tensor.requires_grad or (tensor.is_leaf and tensor.grad is not None)
+    if has_gradient or item.role in ("optimizer", "updater") or memory is None:
+        return True
+    return memory.nbytes() <= _SMALL or memory._cdata in written
 
 
-def written_by_steps(written: set[int]) -> Callable[[Item], bool]:
-    """Tells tensors that steps write to from others, such as a replay buffer, which are only read."""
+def compare(replayed: list[Leaf], result: Any, contents: Contents) -> dict[str, float]:
+    """What differs between a replay and a plain step: names of results and state, with the largest difference.
 
-    def is_written(item: Item) -> bool:
-        if item.role in ("optimizer", "gradient", "updater", "attribute") or item.value.requires_grad:
-            return True
-        memory = memory_of(item.value)
-        return memory is None or memory.nbytes() <= _SMALL or memory._cdata in written
-
-    return is_written
-
-
-def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    wide = torch.complex128 if one.is_complex() else torch.float64
-    distance = (one.to(wide) - other.to(wide)).abs()
-    distance = torch.where((one == other) | ((one != one) & (other != other)), 0, distance)
-    largest = distance.amax().item()
-    return math.inf if math.isnan(largest) else largest
+    `replayed` and `contents` are the results and the state after the replay."""
+    found = {f"the state of {name}": math.inf for name in contents.generators.changed()}
+    then, now = dict(replayed), dict(flatten(result, refuse_result)[1])
+    for place in then | now:
+        one, other = then.get(place), now.get(place)
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            if distance := difference(one, other):
+                found[f"the result{place}"] = distance
+        elif not same_number(one, other):
+            found[f"the result{place} ({one!r} and {other!r})"] = math.inf
+    return found | dict(contents.differences())
 
 
 def beyond_noise(differences: dict[str, float], noise: dict[str, float]) -> tuple[str, float] | None:

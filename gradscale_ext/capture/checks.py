@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import random
-import sys
-import sysconfig
 import threading
 import traceback
 import types
@@ -17,15 +13,15 @@ import torch
 
 from ..diagnosis.lines import LIBRARY_PATHS, Location
 from .arguments import Arguments, Leaf, argument, flatten, refuse_result
+from .generators import CPU
 from .hooks import hook_location, hook_name, hooks_of, is_of_monitor
 from .record import Record
 from .remedies import RETURN_REMEDY, option_remedy, scheduler_remedy, step_count_remedy
 from .report import Code
-from .snapshot import NUMBERS, Change, Snapshot, is_equal, is_same
+from .snapshot import NUMBERS, Change, Snapshot, is_same
 from .state import State, memory_of
 
 _MARK = "gradscale_ext"
-_NOT_TRACED = (*LIBRARY_PATHS, sysconfig.get_path("stdlib"), "<")
 
 
 class Problem(NamedTuple):
@@ -62,7 +58,6 @@ class Refusals:
         self._device = state.device()
         self.before = Snapshot(state, lambda item: item.value.device.type == "cpu")
         self._counters = Counters(step, [*given[0], *given[1].values()])
-        self.generators = HostGenerators()
 
     def problems(self, record: Record, result: Any) -> Iterator[Problem]:
         """Compare with what was before. Raises TypeError for a result that no graph can have."""
@@ -79,14 +74,24 @@ class Refusals:
             ):
                 cause = f"the step calls {name}.step() without {name}.update(), which would find nothing after a replay"
                 yield Problem("stale_number", cause, "call update() in the step, too")
-        if self._device.type != "cpu" and self.before.random.has_drawn_on_cpu():
+        if self._device.type != "cpu" and CPU in self.before.contents.generators.changed():
             cause = "the step draws from PyTorch's generator of the CPU, and a replay would repeat the numbers"
             yield Problem("generator", cause, "draw them before the step, or on the device")
-        yield from self.generators.changes()
+        yield from self._draws()
         for name, line in record.written_elsewhere():
             cause = f"{name} writes to a tensor that is not part of the state"
             yield Problem("unnamed_state", cause, "name what holds it in CapturedStep(step, ...)", line)
         yield from self._counters.changes()
+
+    def _draws(self) -> Iterator[Problem]:
+        """A problem for each generator of the host. If other threads run, they may have drawn the numbers."""
+        for name, is_global, line in self.before.host_generators.drawn():
+            cause = f"the step draws from {name}, and a replay would repeat the numbers, or the choice"
+            is_certain = is_global or threading.active_count() == 1
+            if not is_certain:
+                cause += " (unless another thread draws from it)"
+            remedy = "draw before the step, and pass tensors as arguments"
+            yield Problem("generator", cause, remedy, line, is_certain, key=name)
 
     def _results(self, results: list[Leaf]) -> Iterator[Problem]:
         for place, value in results:
@@ -105,7 +110,7 @@ class Refusals:
 
     def _tensors(self, record: Record) -> Iterator[Problem]:
         names = {saved.item.name for saved in self.before.tensors}
-        copies = dict(self.before.contents()) if self._device.type != "cpu" else {}
+        changed = dict(self.before.contents.differences()) if self._device.type != "cpu" else {}
         for name, tensor, *_ in self._state.tensors("kept", "optimizer"):
             memory = memory_of(tensor)
             if memory is not None and memory._cdata not in self.before.memory:
@@ -116,7 +121,7 @@ class Refusals:
                     cause += "forgetting what it held"
                     remedy, key = "raise warmup, so that a plain call makes it", "made"
                 yield Problem("unnamed_state", cause, remedy, record.line_that_made(memory), key=key)
-            if name in copies and not is_equal(tensor, copies[name]):
+            if name in changed:
                 optimizer = optimizer_of(name, self._state)
                 remedy = step_count_remedy(optimizer) if optimizer is not None else "keep it on the device"
                 cause = f"the step changes {name}, a tensor of the CPU, which a replay does not"
@@ -258,75 +263,6 @@ class Counters:
             if name in now and not is_same(before, now[name]):
                 cause = f"the step changes {shown(Change('number', name, before, now[name]))}, which a replay does not"
                 yield Problem("stale_number", cause, RETURN_REMEDY, is_certain=False, key=name)
-
-
-class HostGenerators:
-    """The states of the generators of Python and NumPy: the global ones, and all others that a program has made."""
-
-    def __init__(self) -> None:
-        """Note the states as they are."""
-        numpy = sys.modules.get("numpy.random")
-        of_all = {"Python's random": random._inst}
-        if numpy is not None:
-            of_all["NumPy's random"] = numpy.mtrand._rand
-        kinds = {random.Random, *((numpy.Generator, numpy.RandomState) if numpy is not None else ())}
-        every = [one for one in gc.get_objects() if type(one) in kinds]
-        own = [(_kind(one), one, False) for one in every if all(one is not known for known in of_all.values())]
-        self._generators = [*((name, one, True) for name, one in of_all.items()), *own]
-        self._before = [_state_of(one) for _, one, _ in self._generators]
-        self._now, self._lines = list(self._before), dict[int, Location]()
-
-    def changes(self) -> Iterator[Problem]:
-        """A problem for each that has drawn numbers since. If other threads run, they may have drawn the numbers."""
-        for index, (name, generator, is_global) in enumerate(self._generators):
-            if self._before[index] != _state_of(generator):
-                cause = f"the step draws from {name}, and a replay would repeat the numbers, or the choice"
-                is_certain = is_global or threading.active_count() == 1
-                remedy = "draw before the step, and pass tensors as arguments"
-                if not is_certain:
-                    cause += " (unless another thread draws from it)"
-                yield Problem("generator", cause, remedy, self._lines.get(index), is_certain, key=name)
-
-    @contextlib.contextmanager
-    def noting_lines(self) -> Iterator[None]:
-        """In this context, note the lines of the user that draw, unless a debugger follows them."""
-        if sys.gettrace() is not None:
-            yield
-            return
-        last: Location | None = None
-
-        def trace(frame: types.FrameType, event: str, value: Any) -> Any:
-            nonlocal last
-            if frame.f_code.co_filename.startswith(_NOT_TRACED):
-                return None
-            for index, (_, generator, _) in enumerate(self._generators):
-                state = _state_of(generator)
-                if state != self._now[index] and last is not None:
-                    self._lines.setdefault(index, last)
-                self._now[index] = state
-            here = frame if event != "return" else frame.f_back
-            if here is not None and not here.f_code.co_filename.startswith(_NOT_TRACED):
-                last = Location(here.f_code.co_filename, here.f_lineno)
-            return trace
-
-        sys.settrace(trace)
-        try:
-            yield
-        finally:
-            sys.settrace(None)
-
-
-def _kind(generator: Any) -> str:
-    return f"a {type(generator).__module__.partition('.')[0]}.{type(generator).__name__}"
-
-
-def _state_of(generator: Any) -> Any:
-    if hasattr(generator, "bit_generator"):
-        return repr(generator.bit_generator.state)
-    if hasattr(generator, "getstate"):
-        return generator.getstate()
-    name, keys, *others = generator.get_state()
-    return name, keys.tobytes(), others
 
 
 def mark_kept_graphs(state: State) -> None:

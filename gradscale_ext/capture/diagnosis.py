@@ -189,7 +189,7 @@ class _Diagnosis:
             rehearsing(self._state),
             torch.compiler.set_stance("force_eager"),
             contextlib.nullcontext() if is_first else seeming_to_capture(),
-            refusals.generators.noting_lines(),
+            refusals.before.host_generators.noting_lines(),
             Functions(watch),
             recording(watch),
         ):

@@ -11,8 +11,8 @@ import functools
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
@@ -31,6 +31,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(_HERE)) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _SCHEDULER = torch.optim.lr_scheduler.LRScheduler
 _NUMBERS = (int, float, complex, str)
+_CONTAINERS = (list, tuple, dict)
 _MOST = 16
 """Elements of the longest tensor made of a list of numbers that are compared as numbers."""
 #: Operators that write to running statistics, which their schemas do not mark.
@@ -54,16 +55,26 @@ class Place(NamedTuple):
         """Walk from the call to the user's innermost frame."""
         library, is_ours, owner = "", False, None
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and (file := frame.f_code.co_filename).startswith(lines.LIBRARY_PATHS):
-            if file.startswith(_TORCH):
-                library = file[len(_TORCH) :]
+        while frame is not None:
+            is_library, of_torch, of_ours = _origin(frame.f_code.co_filename, lines.LIBRARY_PATHS)
+            if not is_library:
+                break
+            if of_torch:
+                library = of_torch
                 if library.startswith("optim/"):
                     own = frame.f_locals.get("self")
                     owner = own if isinstance(own, torch.optim.Optimizer | _SCHEDULER) else owner
-            is_ours = is_ours or (file.startswith(_PACKAGE) and not file.startswith(_HERE))
+            is_ours = is_ours or of_ours
             frame = frame.f_back
         location = None if frame is None else Location(frame.f_code.co_filename, frame.f_lineno)
         return cls(location, library, is_ours, owner)
+
+
+@functools.cache
+def _origin(file: str, libraries: tuple[str, ...]) -> tuple[bool, str, bool]:
+    """True for a file of a library, its name if it is of PyTorch, and True if it is of this package's functions."""
+    of_torch = file[len(_TORCH) :] if file.startswith(_TORCH) else ""
+    return file.startswith(libraries), of_torch, file.startswith(_PACKAGE) and not file.startswith(_HERE)
 
 
 @dataclass
@@ -79,8 +90,10 @@ class Call:
     """For each tensor, the address of its first element, or the negative number of the memory that the step made."""
     scalars: tuple[Any, ...] = ()
     """Values of tensors of the host with one element, which kernels get as numbers; None for other tensors."""
-    operands: list[torch.Tensor] = field(default_factory=list)
+    operands: Sequence[torch.Tensor] = ()
     """The tensors, while the call is being made."""
+    memories: Sequence[torch.UntypedStorage | None] = ()
+    """Their memory, while the call is being made."""
 
     @property
     def location(self) -> Location | None:
@@ -119,27 +132,29 @@ class Record:
         """A call that is about to be made, with the leaves of its arguments."""
         place = Place.of_caller()
         self.location = place.location or self.location
+        if place.location is None:
+            place = place._replace(location=self.location)
         numbers = tuple([leaf for leaf in leaves if isinstance(leaf, _NUMBERS)])
-        shapes = tuple([tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        operands = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         is_backward = torch._C._current_graph_task_id() != -1
-        return Call(name, numbers, shapes, place._replace(location=self.location), is_backward)
+        return Call(name, numbers, tuple([x.shape for x in operands]), place, is_backward, operands=operands)
 
     def note(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Note a call of an operator that is about to be made."""
-        leaves = leaves_in((args, kwargs))
-        call, operands = self.call(str(operator), leaves), [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        call.operands = operands
+        call = self.call(_name_of(operator), leaves_in((*args, *kwargs.values())))
+        call.memories = [memory_of(tensor) for tensor in call.operands]
         if call.name == "aten.lift_fresh.default":  # what numbers of the host have become
-            if operands[0].numel() <= _MOST and not operands[0].is_meta:
-                call.numbers += tuple(operands[0].flatten().tolist())
-            self._add_made(operands, set())
-        call.addresses = tuple(map(self._address, operands))
-        call.scalars = tuple(map(_scalar, operands))
+            (made,) = call.operands
+            if made.numel() <= _MOST and not made.is_meta:
+                call.numbers += tuple(made.flatten().tolist())
+            self._add_made(call.memories)
+        call.addresses = tuple(map(self._address, call.operands, call.memories))
+        call.scalars = tuple(map(_scalar, call.operands, call.memories))
         self.calls.append(call)
-        for tensor in written_by(operator, args, kwargs):
-            memory = memory_of(tensor)
-            if memory is not None and not self.makes(memory):
-                self.note_write(memory, call)
+        if _written_arguments(operator):
+            for memory in map(memory_of, written_by(operator, args, kwargs)):
+                if memory is not None and not self.makes(memory):
+                    self.note_write(memory, call)
         return call
 
     def note_write(self, memory: torch.UntypedStorage, call: Call) -> None:
@@ -148,31 +163,31 @@ class Record:
 
     def note_result(self, call: Call, result: Any) -> None:
         """Note the memory that a call made, which its operands do not have."""
-        memory = {own._cdata for own in map(memory_of, call.operands) if own is not None}
-        self._add_made(tensors_in(result), memory)
-        call.operands = []
+        before = {own._cdata for own in call.memories if own is not None}
+        made = map(memory_of, tensors_in(result))
+        self._add_made(own for own in made if own is not None and own._cdata not in before)
+        call.operands = call.memories = ()
 
-    def _add_made(self, tensors: Iterable[torch.Tensor], before: set[int]) -> None:
-        for memory in map(memory_of, tensors):
-            if memory is not None and not any(memory._cdata in of for of in (before, self._state, self._arguments)):
-                reference = StorageWeakRef(memory)  # type: ignore[no-untyped-call]
-                self._made[memory._cdata] = reference, len(self._made) + 1, self.location
+    def _add_made(self, memories: Iterable[torch.UntypedStorage | None]) -> None:
+        for memory in memories:
+            if memory is not None and (key := memory._cdata) not in self._state and key not in self._arguments:
+                self._made[key] = StorageWeakRef(memory), len(self._made) + 1, self.location  # type: ignore[no-untyped-call]
 
     def makes(self, memory: torch.UntypedStorage) -> bool:
         """True if the step has made the memory."""
         found = self._made.get(memory._cdata)
         return found is not None and not found[0].expired()  # type: ignore[no-untyped-call]
 
-    def _address(self, tensor: torch.Tensor) -> int:
-        memory = memory_of(tensor)
-        if memory is None or memory._cdata in self._arguments or not tensor.numel():
+    def _address(self, tensor: torch.Tensor, memory: torch.UntypedStorage | None) -> int:
+        if memory is None or (key := memory._cdata) in self._arguments or not tensor.numel():
             return 0
         if self.makes(memory):
-            return -self._made[memory._cdata][1]
-        if memory._cdata not in self._state:
-            self.foreign[memory._cdata] = memory
-            self._owners[tensor.data_ptr()] = memory._cdata
-        return tensor.data_ptr()
+            return -self._made[key][1]
+        address = tensor.data_ptr()
+        if key not in self._state:
+            self.foreign[key] = memory
+            self._owners[address] = key
+        return address
 
     def owner_of(self, address: int) -> int | None:
         """The foreign memory of an address; None if it is not foreign."""
@@ -379,11 +394,11 @@ def text_of_number(value: Any) -> str:
 
 def leaves_in(value: Any) -> list[Any]:
     """The leaves of the arguments of an operator."""
-    if not isinstance(value, list | tuple | dict):
+    if not isinstance(value, _CONTAINERS):
         return [value]
     leaves: list[Any] = []
     for item in value.values() if isinstance(value, dict) else value:
-        if isinstance(item, list | tuple | dict):
+        if isinstance(item, _CONTAINERS):
             leaves += leaves_in(item)
         else:
             leaves.append(item)
@@ -393,6 +408,9 @@ def leaves_in(value: Any) -> list[Any]:
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors among them."""
     return [leaf for leaf in leaves_in(value) if isinstance(leaf, torch.Tensor)]
+
+
+_name_of = functools.cache(str)
 
 
 @functools.cache
@@ -409,7 +427,5 @@ def written_by(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return tensors_in(given)
 
 
-def _scalar(tensor: torch.Tensor) -> Any:
-    if tensor.dim() or tensor.device.type != "cpu" or memory_of(tensor) is None:
-        return None
-    return tensor.item()
+def _scalar(tensor: torch.Tensor, memory: torch.UntypedStorage | None) -> Any:
+    return None if memory is None or tensor.dim() or tensor.device.type != "cpu" else tensor.item()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from numbers import Number
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .contents import Contents
+from .generators import HostGenerators
 from .state import Item, Role, State, memory_of
 
 Kind = Literal["number", "rate", "flag", "hook", "identity", "gradient", "ignored"]
@@ -83,48 +82,15 @@ class SavedTensor(NamedTuple):
 class Snapshot:
     """A copy of a state, which can be compared, and put back in place, bit by bit."""
 
-    @torch.no_grad()
-    def __init__(self, state: State, contents: Callable[[Item], bool] = lambda item: True) -> None:
+    def __init__(self, state: State, is_copied: Callable[[Item], bool] = lambda item: True) -> None:
         """Copy everything, or of tensors only those contents that are wanted."""
-        self._state = state
-        self.containers: list[tuple[Item, list[tuple[Any, Any]]]] = []
-        self.tensors: list[SavedTensor] = []
-        self._memory: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self._whole: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
-        self.random = RandomNumbers()
-        for item in state.walk():
-            if isinstance(item.value, torch.Generator):
-                self._generators.append((item.value, item.value.get_state()))
-            elif not isinstance(item.value, torch.Tensor):
-                self.containers.append((item, item.pairs()))
-            else:
-                self.tensors.append(_saved(item))
-                if contents(item):
-                    self._save_contents(self.tensors[-1])
-        self.memory = {
-            memory._cdata: memory for saved in self.tensors if (memory := memory_of(saved.alias)) is not None
-        }
-
-    def _save_contents(self, saved: SavedTensor) -> None:
-        memory = memory_of(saved.alias)
-        if memory is not None:
-            if memory._cdata not in self._memory:
-                self._memory[memory._cdata] = memory, memory.clone()  # type: ignore[no-untyped-call]
-        elif not is_traceable_wrapper_subclass(saved.item.value):  # its parts are saved
-            self._whole.append((saved.item.name, saved.alias, saved.alias.clone()))
-
-    @torch.no_grad()
-    def contents(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and copies of the tensors whose contents were saved, except attributes, which a step may replace."""
-        for saved in self.tensors:
-            memory = memory_of(saved.alias)
-            if memory is not None and memory._cdata in self._memory and saved.item.role != "attribute":
-                own = self._memory[memory._cdata][1]
-                copied = torch.empty(0, dtype=saved.alias.dtype, device=own.device)
-                layout = saved.alias.storage_offset(), saved.alias.shape, saved.alias.stride()
-                yield saved.item.name, copied.set_(own, *layout)
-        yield from ((name, copied) for name, _, copied in self._whole)
+        items = list(state.walk())
+        self.containers = [(item, item.pairs()) for item in items if isinstance(item.value, dict | list)]
+        self.tensors = [_saved(item) for item in items if isinstance(item.value, torch.Tensor)]
+        own = (saved.item for saved in self.tensors if saved.item.role != "gradient")
+        self.contents = Contents(filter(is_copied, own), state.generators())
+        self.memory = {memory._cdata for saved in self.tensors if (memory := memory_of(saved.alias)) is not None}
+        self.host_generators = HostGenerators()
 
     def changes(self) -> Iterator[Change]:
         """What containers hold that has changed since."""
@@ -141,7 +107,6 @@ class Snapshot:
                 found.append(Gradient(tensor, before, tensor.grad, is_used))
         return found
 
-    @torch.no_grad()
     def restore(self) -> None:
         """Put the state back: the same objects, with the contents that they had."""
         for item, pairs in self.containers:
@@ -154,15 +119,8 @@ class Snapshot:
                 tensor.requires_grad_(saved.requires_grad)
             if tensor.is_leaf and tensor.grad is not saved.gradient:
                 tensor.grad = saved.gradient
-        for memory, contents in self._memory.values():
-            if memory.nbytes() != contents.nbytes():
-                memory.resize_(contents.nbytes())
-            memory.copy_(contents)
-        for _, alias, copied in self._whole:
-            alias.copy_(copied)
-        for generator, state in self._generators:
-            generator.set_state(state)
-        self.random.restore()
+        self.contents.restore()
+        self.host_generators.restore()
 
 
 def changes_of(containers: list[tuple[Item, list[tuple[Any, Any]]]]) -> Iterator[Change]:
@@ -179,13 +137,6 @@ def changes_of(containers: list[tuple[Item, list[tuple[Any, Any]]]]) -> Iterator
                     yield from changes_of([(inner, inner._replace(value=before).pairs())])
 
 
-def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True for equal numbers, with NaN in the same places."""
-    if one.layout != torch.strided:
-        one, other = one.to_dense(), other.to_dense()
-    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
-
-
 def num_hooks(tensor: torch.Tensor) -> int:
     """The number of hooks on a tensor."""
     return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
@@ -200,15 +151,12 @@ def _saved(item: Item) -> SavedTensor:
     )
 
 
-def _key(tensor: torch.Tensor) -> int | None:
-    memory = memory_of(tensor)
-    return None if memory is None else memory._cdata
-
-
 def layout_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """The memory of a tensor, and how its elements are in it; None without memory of its own."""
-    key = _key(tensor)
-    return None if key is None else (key, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+    memory = memory_of(tensor)
+    if memory is None:
+        return None
+    return memory._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def is_same(before: Any, after: Any) -> bool:
@@ -235,45 +183,3 @@ def _refill(item: Item, pairs: list[tuple[Any, Any]]) -> None:
         container.update(pairs)
     else:
         container[:] = [value for _, value in pairs]
-
-
-# ---- Random numbers --------------------------------------------------------------------------------------------------
-
-
-def _default_generators() -> list[torch.Generator]:
-    """PyTorch's own generators, of each device in use."""
-    found = [torch.default_generator]
-    for module in (torch.cuda, getattr(torch, "xpu", None)):
-        if module is not None and module.is_available() and module.is_initialized():
-            found += module.default_generators
-    return found
-
-
-def states_of_torch(generators: Iterable[torch.Generator] = ()) -> dict[str, bytes]:
-    """The states of PyTorch's own generators, and of others, by name."""
-    named = {f"PyTorch's generator of {generator.device}": generator for generator in _default_generators()}
-    named |= {f"generator {index} of the state": generator for index, generator in enumerate(generators)}
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # also called while modes are active
-        return {name: generator.get_state().numpy().tobytes() for name, generator in named.items()}
-
-
-class RandomNumbers:
-    """The states of the global generators: PyTorch's of each device in use, Python's, and NumPy's if it is loaded."""
-
-    def __init__(self) -> None:
-        """Save the states."""
-        self._saved: list[tuple[Callable[[Any], object], Any]] = [(random.setstate, random.getstate())]
-        self._saved += [(generator.set_state, generator.get_state()) for generator in _default_generators()]
-        self._of_torch = states_of_torch()
-        if (numpy := sys.modules.get("numpy.random")) is not None:
-            self._saved.append((numpy.set_state, numpy.get_state()))
-
-    def has_drawn_on_cpu(self) -> bool:
-        """True if PyTorch's generator of the CPU has changed since."""
-        name = "PyTorch's generator of cpu"
-        return self._of_torch[name] != states_of_torch()[name]
-
-    def restore(self) -> None:
-        """Set the generators back."""
-        for set_state, state in self._saved:
-            set_state(state)

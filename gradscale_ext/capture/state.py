@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 _UPDATERS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 """Objects that are found in attributes of modules too, such as an agent's optimizers."""
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 PARTS_OF_MODULES = ("_parameters", "_buffers", "_modules")
 HOOKS_OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOOKS_OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -167,7 +168,7 @@ def hooks_of_all() -> Iterator[tuple[str, dict[int, Any]]]:
 
 def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """The memory of a tensor; None for tensors without their own, such as sparse ones and wrappers."""
-    if is_traceable_wrapper_subclass(tensor):
+    if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
         return None
     try:
         return tensor.untyped_storage()
@@ -186,6 +187,21 @@ def _updaters_in(root: Any) -> list[Any]:
     return [held for module in modules for held in vars(module).values() if isinstance(held, _UPDATERS)]
 
 
+def gradients_of(item: Item) -> list[Item]:
+    """The gradient that a tensor has now, if there is one, and its parts if it is a wrapper."""
+    if not item.value.is_leaf or item.value.grad is None:
+        return []
+    gradient = Item(f"{item.name}.grad", item.value.grad, "gradient")
+    return [gradient, *_children(gradient, {})]
+
+
+def with_gradients(items: Iterable[Item]) -> Iterator[Item]:
+    """Tensors, each with the gradient that it has now."""
+    for item in items:
+        yield item
+        yield from gradients_of(item)
+
+
 def has_contents(tensor: torch.Tensor) -> bool:
     """False on the meta device, and for what torch.vmap left over, such as parameters in the cache of a TensorDict."""
     return not (tensor.is_meta or is_functorch_wrapped_tensor(tensor))
@@ -202,8 +218,7 @@ def _children(item: Item, names: Mapping[int, str]) -> Iterator[Item]:
     if isinstance(value, torch.Tensor):
         if is_traceable_wrapper_subclass(value):
             yield from (Item(f"{name}.{part}", getattr(value, part), role) for part in value.__tensor_flatten__()[0])
-        if value.is_leaf and value.grad is not None:
-            yield Item(f"{name}.grad", value.grad, "gradient")
+        yield from gradients_of(item)
     elif isinstance(value, torch.nn.Module):
         for key, held in vars(value).items():
             if key in PARTS_OF_MODULES:

@@ -32,7 +32,7 @@ from .arguments import (
     text_of,
     what_changes,
 )
-from .audit import AuditInfo, GraphInfo, Outcome, beyond_noise, next_audit, written_by_steps
+from .audit import AuditInfo, GraphInfo, beyond_noise, compare, is_written, next_audit
 from .checks import (
     Refusals,
     changed_argument,
@@ -43,12 +43,12 @@ from .checks import (
     location_of,
     mark_kept_graphs,
 )
+from .contents import Contents
 from .diagnosis import diagnose_capture
 from .guards import Guards
 from .hooks import Inside, is_inside_another, rehearsing, watching_mode
 from .record import Record, difference_text, differences, recording
-from .snapshot import Snapshot
-from .state import State
+from .state import Item, State, with_gradients
 
 _FORMS_PER_GRAPH = 4
 """How many forms of arguments, for each graph that is allowed, are remembered until they come again."""
@@ -95,6 +95,10 @@ class _Captured:
     result: Any
     """What the step returned, with the memory that a replay writes to."""
     guards: Guards
+    state: list[Item]
+    """The tensors of the state, without gradients."""
+    written: list[Item]
+    """The ones that steps may write to."""
     rehearsals: list[tuple[GradientMonitor, Rehearsal]]
     """Monitors, and what a replay adds to each."""
     record: Record
@@ -458,7 +462,11 @@ class CapturedStep:
         result = each_tensor(torch.Tensor.detach, result)
         first = next_audit(0, self._options["verify"], self._options["audit"])
         guards, number = Guards(before, gradients), self._num_captured
-        captured = _Captured(arguments.form, inputs, graph, result, guards, rehearsals, record, number, first)
+        state = [saved.item for saved in before.tensors if saved.item.role != "gradient"]
+        written = [item for item in state if is_written(item, record.written.keys())]
+        captured = _Captured(
+            arguments.form, inputs, graph, result, guards, state, written, rehearsals, record, number, first
+        )
         self._num_captured += 1
         self._captured.append(captured)
         return captured
@@ -490,15 +498,13 @@ class CapturedStep:
 
     def _audit(self, captured: _Captured, arguments: Arguments) -> Any:
         """Replay, and run a plain step on the same batch from the same state. Keeps what the plain step did."""
-        is_written = written_by_steps(set(captured.record.written))
-
-        def outcome(result: Any) -> Outcome:
-            return Outcome(flatten(result, refuse_result)[1], self._state, is_written)
-
-        begin = Snapshot(self._state, is_written)
-        replayed = outcome(self._replay(captured, arguments)).keep()
+        copy_state = functools.partial(Contents, captured.written, self._state.generators())
+        begin = copy_state()
+        replayed = flatten(each_tensor(torch.Tensor.clone, self._replay(captured, arguments)), refuse_result)[1]
+        after_replay = copy_state()
         begin.restore()
-        record = Record((leaf.value for leaf in arguments.tensors()), (saved.item.value for saved in begin.tensors))
+        state = (item.value for item in with_gradients(captured.state))
+        record = Record((leaf.value for leaf in arguments.tensors()), state)
         try:
             with graphs.without_autocast_cache():
                 result = self._run(arguments, graphs.seeming_to_capture(), recording(record))
@@ -507,14 +513,14 @@ class CapturedStep:
             self._drop(captured)
             raise
         captured.guards.keep_gradients()
-        different = replayed.differences(outcome(result))
+        different = compare(replayed, result, after_replay)
         largest = max(different.values(), default=0.0)
         self._audits.append(AuditInfo(captured.number, captured.replays, largest))
         wrong, replaced = self._difference(captured, record)
         if different and not wrong:
-            end = Snapshot(self._state, is_written)
+            end = copy_state()
             begin.restore()
-            noise = outcome(self._replay(captured, arguments)).differences(replayed)
+            noise = compare(replayed, self._replay(captured, arguments), after_replay)
             captured.replays -= 1
             end.restore()
             if beyond := beyond_noise(different, noise):

@@ -10,11 +10,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..diagnosis.lines import Location, users_line
+from .generators import TorchGenerators
 from .hooks import default_devices
 from .record import Call, Record, leaves_in, text_of_number
 from .remedies import INSIDE_OF_OPERATORS, INSTEAD_OF_READS, RESEEDING_REMEDY, WAITS_IN_LIBRARIES, step_count_remedy
 from .report import Findings
-from .snapshot import states_of_torch
 from .state import memory_of
 
 #: Functions of Python that read a tensor's values, by the name that a function mode sees; what users write for them.
@@ -78,7 +78,7 @@ class Watch(Record):
         self._findings, self._generators = findings, generators
         self._contents: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         self._drawn: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
-        self._random = states_of_torch(generators)
+        self._random = TorchGenerators(generators)
         self._function: tuple[str, tuple[Any, ...], dict[str, Any]] = ("", (), {})
         self._reads: dict[int, tuple[str, str]] = {}
 
@@ -103,11 +103,10 @@ class Watch(Record):
 
     def find_seeds(self) -> None:
         """Find generators whose state was set since the last operator."""
-        now = states_of_torch(self._generators)
-        for name in [name for name, state in now.items() if state != self._random.get(name, state)]:
+        for name in self._random.changed():
             cause = f"the step sets the state of {name}; a graph draws on from where the call before ended"
             self._findings.add("generator", cause, self.location, RESEEDING_REMEDY, key=name)
-        self._random = now
+        self._random.save()
 
     def note_write(self, memory: torch.UntypedStorage, call: Call) -> None:
         """Keep what memory outside of the state had before the first write."""
@@ -175,7 +174,7 @@ class Watch(Record):
         """Note what a call made. A number that an optimizer reads is one that a graph would keep."""
         operands = call.operands
         super().note_result(call, result)
-        self._random = states_of_torch(self._generators)
+        self._random.save()
         if (read := self._reads.pop(id(call), None)) is not None:
             if isinstance(call.place.owner, torch.optim.Optimizer):
                 self._add_read_of_optimizer(call, call.place.owner, operands[0], result)
