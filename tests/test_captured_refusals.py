@@ -115,6 +115,29 @@ def test_what_is_refused_is_found(kind):
     assert any(finding.code == code and cause in finding.cause for finding in found), found
 
 
+def test_a_kept_loss_is_refused_and_found():
+    """Not a loss that the step itself keeps: its graph is on the stream that is captured."""
+    learners, kept = [Learner() for _ in range(3)], []
+
+    def keeping(x, y):
+        kept.append(learners[2].step(x, y))
+        return kept[-1]
+
+    x, y = batches(1)[0]
+    losses = [(learner.model(x) - y).square().mean() for learner in learners[:2]]
+    text = complaint(learners[0].step, learners[0].state(), batches(4))
+    (finding,) = gs.diagnose_capture(learners[1].step, batches(2), *learners[1].state()).findings
+    assert finding.code == "unnamed_state"
+    assert f"{finding.cause}; {finding.remedy}" in text
+    assert "its graph reaches Model.body.0.weight" in finding.cause
+    assert finding.remedy == "keep loss.detach() in place of loss"
+    del losses
+    assert gs.diagnose_capture(learners[1].step, batches(2), *learners[1].state()).ok
+    assert gs.diagnose_capture(keeping, batches(2), *learners[2].state()).ok
+    kept.clear()
+    assert complaint(keeping, learners[2].state(), batches(6)) == ""
+
+
 # ---- Right steps have neither a finding nor a warning ----------------------------------------------------------------
 
 

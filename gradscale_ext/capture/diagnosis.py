@@ -11,9 +11,9 @@ from torch.autograd import profiler_legacy
 
 from .. import _context, _structures
 from .arguments import Arguments, Form, argument, flatten, like, read, refuse_result
-from .checks import Problem, Refusals, hook_problems
+from .checks import Problem, Refusals, hook_problems, kept_graph_problems, mark_kept_graphs
 from .graphs import seeming_to_capture
-from .hooks import Inside, hook_location, rehearsing
+from .hooks import Inside, hook_location, is_inside_another, rehearsing
 from .record import Difference, differences, recording, same_number, text_of_number
 from .remedies import scheduler_remedy, step_count_remedy
 from .report import CaptureDiagnosis, Findings
@@ -43,7 +43,8 @@ def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: A
     host_copy           a tensor is made on the host in the step, or read from another memory at each step
     generator           random numbers come from a generator that a graph does not know
     python_hook         a hook on a module, parameter or optimizer, which a replay does not run; `GradientMonitor` may
-    unnamed_state       the step changes, or leaves for the next step, a tensor that is not part of `state`
+    unnamed_state       the step changes, or leaves for the next step, a tensor that is not part of `state`; or a loss
+                        from before is kept with its graph
     argument            the step writes to an argument, or arguments or results are of types that no graph has
     ==================  ================================================================================================
 
@@ -115,7 +116,11 @@ class _Diagnosis:
 
     def run(self, batches: Sequence[Any]) -> None:
         """Run the step on every batch, and on two of each form of arguments."""
-        for problem in hook_problems(self._state):
+        problems = list(hook_problems(self._state))
+        if not is_inside_another(self):  # a captured step that asks has looked before its first call
+            mark_kept_graphs(self._state)
+            problems += kept_graph_problems(self._state)
+        for problem in problems:
             self._add(problem)
         self._watch(batches[0])
         groups: dict[Form, list[Any]] = {}
