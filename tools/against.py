@@ -121,6 +121,7 @@ def _dtype_record(project: Project, dtype: str, arguments: argparse.Namespace) -
 
     with checkout.importable(), lockstep.double_precision(double), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", message="CapturedStep: ")
         theirs, ours, *captured = learners()
         row: dict[str, Any] = {"project": project.name, "dtype": dtype, "steps": steps, "case": project.case}
         row |= compared(ours, theirs, captured=False)
