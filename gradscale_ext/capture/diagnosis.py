@@ -43,8 +43,7 @@ def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: A
     host_copy           a tensor is made on the host in the step, or read from another memory at each step
     generator           random numbers come from a generator that a graph does not know
     python_hook         a hook on a module, parameter or optimizer, which a replay does not run; `GradientMonitor` may
-    unnamed_state       the step changes, or leaves for the next step, a tensor that is not part of `state`; or a loss
-                        from before is kept with its graph
+    unnamed_state       a tensor outside of `state` is changed or left for the next step; or an earlier loss is kept
     argument            the step writes to an argument, or arguments or results are of types that no graph has
     ==================  ================================================================================================
 
