@@ -65,6 +65,9 @@ PROJECTS = {
     "FastTD3": "fasttd3",
     "EfficientZeroV2": "efficientzero_v2",
     "cleanrl-ppo": "cleanrl_ppo",
+    "cleanrl-ppo-continuous": "cleanrl_ppo_continuous",
+    "torchbeast": "torchbeast_impala",
+    "trl-grpo": "trl_grpo",
 }
 CPU = lockstep.CPU
 CALLS_BEFORE_REPLAYS = 10

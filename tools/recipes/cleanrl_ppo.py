@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,62 +32,122 @@ def advantages_of(rewards, values, next_value, dones, next_done, args):
     )
 
 
-EDITS = [
-    Edit(
-        SCRIPT,
-        "__main__",
-        "advantages = torch.zeros_like(rewards)",
-        "# flatten the batch",
-        "advantages, returns = advantages_of(rewards, values, next_value, dones, next_done, args)",
-    ),
-    Edit(
-        SCRIPT,
-        "__main__",
-        "mb_advantages = (mb_advantages - ",
-        "# Policy loss",
-        "mb_advantages = gs.standardize(mb_advantages, correction=1)",
-    ),
-    Edit(
-        SCRIPT,
-        "__main__",
-        "nn.utils.clip_grad_norm_(",
-        "optimizer.step()",
-        "gs.clip_gradients_(agent.parameters(), args.max_grad_norm)",
-    ),
-]
+def losses_of(predictions, actions, logprobs, advantages, returns, values, args, continuous=False):
+    """The output of the loss of a minibatch, and its terms as CleanRL has them."""
+    loss_fn = gs.MultiStepLoss.ppo(
+        clip=args.clip_coef,
+        value_clip=args.clip_coef if args.clip_vloss else None,
+        value_weight=args.vf_coef,
+        entropy_weight=args.ent_coef,
+        continuous=continuous,
+    )
+    fields = {"actions": actions, "log_probs": logprobs, "advantages": advantages}
+    targets = {"policy": fields, "value": {"returns": returns, "values": values}}
+    out = loss_fn(predictions, targets, steps=False)
+    entropy = out.entropy["policy"].mean()
+    return out, out.head_means["policy"] + args.ent_coef * entropy, out.head_means["value"] / 2, entropy
+
+
+def edits_of(script, policy, actions, continuous):
+    """The lines to replace, with code for the policy's prediction and for the actions of a minibatch."""
+    return [
+        Edit(
+            script,
+            "__main__",
+            "advantages = torch.zeros_like(rewards)",
+            "# flatten the batch",
+            "advantages, returns = advantages_of(rewards, values, next_value, dones, next_done, args)",
+        ),
+        Edit(
+            script,
+            "__main__",
+            "_, newlogprob, entropy, newvalue = ",
+            "optimizer.zero_grad()",
+            f"""
+            mb_obs, mb_advantages = b_obs[mb_inds], gs.standardize(b_advantages[mb_inds], correction=1)
+            out, pg_loss, v_loss, entropy_loss = losses_of(
+                {{"policy": {policy}, "value": agent.critic(mb_obs).view(-1)}},
+                {actions},
+                b_logprobs[mb_inds],
+                mb_advantages,
+                b_returns[mb_inds],
+                b_values[mb_inds],
+                args,
+                continuous={continuous},
+            )
+            loss, approx_kl = out.loss, out.approx_kl["policy"]
+            clipfracs += [out.clip_fraction["policy"].item()]
+            """,
+        ),
+        Edit(
+            script,
+            "__main__",
+            "nn.utils.clip_grad_norm_(",
+            "optimizer.step()",
+            "gs.clip_gradients_(agent.parameters(), args.max_grad_norm)",
+        ),
+    ]
+
+
+EDITS = edits_of(SCRIPT, "agent.actor(mb_obs)", "b_actions.long()[mb_inds]", continuous=False)
 
 
 def sides(checkout: Checkout) -> tuple[Side, Side]:
-    return _side(checkout, []), _side(checkout, EDITS)
-
-
-def _side(checkout: Checkout, edits: list[Edit]) -> Side:
     from cleanrl import ppo
 
+    actions = SimpleNamespace(shape=(), n=ACTIONS)
+    theirs, ours = (side(checkout, ppo, SCRIPT, edits, OBSERVATION, actions, batch) for edits in ([], EDITS))
+    return theirs, ours
+
+
+def side(
+    checkout: Checkout,
+    script: Any,
+    file: str,
+    edits: list[Edit],
+    observation: int,
+    actions: Any,
+    batch: Callable[[int], dict[str, Any]],
+) -> Side:
+    """A learner of the script whose module is `script`."""
     torch.manual_seed(0)
-    observations, actions = SimpleNamespace(shape=(OBSERVATION,)), SimpleNamespace(shape=(), n=ACTIONS)
+    observations = SimpleNamespace(shape=(observation,))
     envs = SimpleNamespace(single_observation_space=observations, single_action_space=actions)
-    agent, args = ppo.Agent(envs), ppo.Args(batch_size=STEPS * ENVIRONMENTS, minibatch_size=MINIBATCH)
+    sizes = {"num_steps": STEPS, "minibatch_size": MINIBATCH}
+    agent, args = script.Agent(envs), script.Args(batch_size=STEPS * ENVIRONMENTS, update_epochs=4, **sizes)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
-    ours = {"gs": gs, "advantages_of": advantages_of}
-    update = checkout.part(UPDATE, edits, {**vars(ppo), **ours, "envs": envs, "device": torch.device("cpu")})
+    ours = {"gs": gs, "advantages_of": advantages_of, "losses_of": losses_of}
+    lines = Lines(file, "__main__", UPDATE.start, UPDATE.stop)
+    update = checkout.part(lines, edits, {**vars(script), **ours, "envs": envs, "device": torch.device("cpu")})
 
     def step(data: Any) -> dict[str, Any]:
         found = update({**data, "agent": agent, "optimizer": optimizer, "args": args})
         names = ("loss", "pg_loss", "v_loss", "entropy_loss", "approx_kl", "advantages", "returns", "mb_advantages")
-        return {name: found[name].detach() for name in names}
+        return {name: found[name].detach() for name in names} | {"clip fractions": torch.tensor(found["clipfracs"])}
 
-    one = ppo.Args(batch_size=MINIBATCH, minibatch_size=MINIBATCH, update_epochs=1)
-    return Side(step, [optimizer], _loss_alone(update, one), [agent])
+    one = script.Args(batch_size=MINIBATCH, update_epochs=1, **sizes)
+    return Side(step, [optimizer], _loss_alone(update, script.Agent(envs), batch(0), one), [agent])
 
 
-def _loss_alone(update: Any, args: Any) -> Any:
+class Given(torch.nn.Module):
+    """A network that returns given predictions: for the observations of a minibatch, or for the last ones."""
+
+    def __init__(self, prediction: torch.Tensor, last: torch.Tensor | None = None):
+        super().__init__()
+        self.predictions = {len(x): x for x in (prediction, last) if x is not None}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.predictions[len(x)]
+
+
+def _loss_alone(update: Any, agent: Any, data: dict[str, Any], args: Any) -> Any:
     """Advantages of the whole rollout, and the loss of one mini-batch, from given predictions."""
-    predictions, next_value = leaves([MINIBATCH], [MINIBATCH], [MINIBATCH, 1]), torch.randn(ENVIRONMENTS, 1)
-    agent = SimpleNamespace(
-        get_value=lambda _: next_value, get_action_and_value=lambda *_: (None, *predictions), parameters=list
-    )
-    variables = {**batch(0), "agent": agent, "optimizer": Idle(), "args": args}
+    name = "actor" if hasattr(agent, "actor") else "actor_mean"
+    policy, value = leaves([MINIBATCH, getattr(agent, name)[-1].out_features], [MINIBATCH, 1])
+    setattr(agent, name, Given(policy))
+    agent.critic = Given(value, torch.randn(ENVIRONMENTS, 1))
+    predictions = [policy, value, *agent.parameters()]  # continuous actions have the parameter of their deviation
+    variables = {**data, "agent": agent, "optimizer": Idle(), "args": args}
 
     def loss() -> list[torch.Tensor]:
         clear(predictions)
