@@ -14,8 +14,8 @@
 #                projects, and missing ones are fetched from GitHub
 # make matrix    test the operators and returns with each feature of PyTorch that can break them (torch.compile,
 #                torch.func, DDP and so on), and write bench/results/matrix.json, its table and its picture
-# make curves    train the example agent on all its games with two seeds, for an hour of one processor, and write and
-#                draw bench/results/curves.json
+# make curves    train the example agents on all their games with two seeds, for an hour of one processor, and write and
+#                draw bench/results/curves.json and ppo.json
 # make docs      build the documentation site into build/docs; warnings, for example about broken links, are errors
 # make drawings  compute the numbers of the site's pictures, and draw docs/images/
 # make wheels    build, repair and check a wheel for each PyTorch of VERSIONS and TORCH and each Python of PYTHONS, in
@@ -174,6 +174,7 @@ matrix: $(VENV)/examples
 
 curves: $(VENV)/examples $(VENV)/minatar
 	$(BIN)/python bench/curves.py --json bench/results/curves.json
+	$(BIN)/python bench/ppo_curves.py --json bench/results/ppo.json
 	$(BIN)/python bench/plot.py
 	$(BIN)/python bench/readme.py
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import sys
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -51,17 +52,29 @@ def learned(seed: int, game: str) -> dict[str, Any]:
     while not training.finished and training.processor_seconds < limit:
         training.step()
     evaluation = evaluate(training.acting_network, training.share)
+    return record(game, seed, training, training.curve, training.processor_seconds, evaluation)
+
+
+def record(
+    game: str,
+    seed: int,
+    training: Any,
+    episodes: list[tuple[int, float]],
+    processor_seconds: float,
+    evaluation: Mapping[str, np.ndarray],
+) -> dict[str, Any]:
+    """The row of a finished run. `evaluation` has the returns of each player."""
     return {
         "game": game,
         "title": training.game.title,
         "players": training.game.players,
         "seed": seed,
-        "curve": curve_of(training.curve),
+        "curve": curve_of(episodes),
         "environment_steps": training.environment_steps,
         "learner_steps": training.learner_steps,
-        "episodes": len(training.curve),
+        "episodes": len(episodes),
         "solved": training.solved,
-        "processor_s": round(training.processor_seconds),
+        "processor_s": round(processor_seconds),
         "evaluation": {
             player: {"episodes": len(returns), "mean": round(float(returns.mean()), 4), "min": float(returns.min())}
             for player, returns in evaluation.items()
@@ -69,19 +82,20 @@ def learned(seed: int, game: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    arguments = harness.arguments(__doc__)
+def run(description: str | None, learned: Callable[[int, str], dict[str, Any]], names: Iterable[str], benchmark: str):
+    """Train on each of the games with each seed, and write the rows."""
+    arguments = harness.arguments(description)
     torch.set_num_threads(1)
     harness.show_machine()
     results = []
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-        for run in as_completed(itertools.starmap(pool.submit, itertools.product([learned], SEEDS, games.names()))):
-            results.append(run.result())
+        for done in as_completed(itertools.starmap(pool.submit, itertools.product([learned], SEEDS, names))):
+            results.append(done.result())
             row = {name: value for name, value in results[-1].items() if name != "curve"}
             print(*(f"{name} {value}" for name, value in row.items()), sep="  ", flush=True)
             ordered = sorted(results, key=lambda row: (row["game"], row["seed"]))
-            harness.write(arguments.json, "curves", ordered)
+            harness.write(arguments.json, benchmark, ordered)
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, learned, games.names(), "curves")

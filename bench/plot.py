@@ -1,5 +1,5 @@
 """Draws pictures of results: loss.svg, the time of a MuZero update's loss against the batch size; speed.svg, a table of
-README as bars; and learning.svg, the learning curves of bench/curves.py.
+README as bars; learning.svg and learning_ppo.svg, the learning curves of bench/curves.py and bench/ppo_curves.py.
 
 python bench/plot.py
 """
@@ -83,9 +83,9 @@ def draw_lines() -> None:
 MARKS = "Dx"  # markers of the two results of an evaluation
 
 
-def draw_learning() -> None:
-    """Returns of self-play by steps of the game, and the evaluation at the end, for each game and seed."""
-    rows = json.loads((RESULTS / "curves.json").read_text())["rows"]
+def draw_learning(results: str, playing: str, picture: str) -> None:
+    """Returns during training by steps of the game, and the evaluation at the end, for each game and seed."""
+    rows = json.loads((RESULTS / f"{results}.json").read_text())["rows"]
     titles = list(dict.fromkeys(row["title"] for row in rows))
     figure, panels = plt.subplots(1, len(titles), figsize=(max(4.2 * len(titles), 6), 3.8), squeeze=False)
     for axis, title in zip(panels[0], titles, strict=True):
@@ -93,7 +93,7 @@ def draw_learning() -> None:
         for run, color in zip(own, COLORS.values(), strict=False):
             steps, means, lows, highs = zip(*(point.values() for point in run["curve"]), strict=True)
             axis.fill_between(steps, lows, highs, color=color, alpha=0.15, linewidth=0)
-            axis.plot(steps, means, color=color, label=f"self-play, seed {run['seed']}")
+            axis.plot(steps, means, color=color, label=f"{playing}, seed {run['seed']}")
             for found, mark in zip(run["evaluation"].values(), MARKS, strict=True):
                 axis.plot(run["environment_steps"], found["mean"], mark, color=color, clip_on=False, zorder=3)
         for player, mark in zip(own[0]["evaluation"], MARKS, strict=True):
@@ -106,11 +106,12 @@ def draw_learning() -> None:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.26))
-    save(figure, "learning")
+    save(figure, picture)
 
 
 if __name__ == "__main__":
     plt.rcParams["svg.hashsalt"] = "gradscale_ext"  # same numbers, same file
     draw_lines()
     draw_bars()
-    draw_learning()
+    draw_learning("curves", "self-play", "learning")
+    draw_learning("ppo", "training", "learning_ppo")

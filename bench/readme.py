@@ -238,9 +238,9 @@ def actors_table() -> str:
     return table(["actors", *modes], lines) + "\n\n" + measured
 
 
-def curves_table() -> str:
-    """What the example agent has learned at the end of each run."""
-    data = json.loads((RESULTS / "curves.json").read_text())
+def curves_table(name: str) -> str:
+    """What an example has learned at the end of each run."""
+    data = json.loads((RESULTS / f"{name}.json").read_text())
     lines = []
     for row in data["rows"]:
         results = [
@@ -250,7 +250,7 @@ def curves_table() -> str:
         counts = [f"{row[name]:,}" for name in ("environment_steps", "learner_steps", "processor_s")]
         end = "solved" if row["solved"] else "steps or time"
         lines.append([f"{row['title']}, seed {row['seed']}", end, *counts, "; ".join(results)])
-    measured = f"{described(data['machine'])}; one run for each row (`bench/results/curves.json`)."
+    measured = f"{described(data['machine'])}; one run for each row (`bench/results/{name}.json`)."
     header = ["game", "ended by", "steps of the game", "learner steps", "processor, s", "mean return of the evaluation"]
     return table(header, lines) + "\n\n" + measured
 
@@ -485,7 +485,8 @@ def captured_step_table() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "captured step": captured_step_table,
-    "curves": curves_table,
+    "curves": lambda: curves_table("curves"),
+    "curves of PPO": lambda: curves_table("ppo"),
     "recipes": recipes_table,
     "recipes, differences": recipes_differences_table,
     "speed": speed_table,
@@ -515,6 +516,7 @@ PICTURES: dict[str, Callable[[], Any]] = {
     "speed": speed_rows,
     "loss": lambda: load("loss"),
     "learning": lambda: load("curves"),
+    "learning_ppo": lambda: load("ppo"),
 }
 
 
