@@ -215,10 +215,10 @@ struct NormalTerm {
     return log_scale + static_cast<A>(1.41893853320467274178);
   }
   GRADSCALE_HOST_DEVICE A mean_gradient(A slope) const {
-    return slope * z * inverse_scale;
+    return product(slope, z * inverse_scale);
   }
   GRADSCALE_HOST_DEVICE A log_scale_gradient(A slope, A entropy_weight) const {
-    return slope * (z * z - A(1)) - entropy_weight;
+    return product(slope, z * z - A(1)) - entropy_weight;
   }
 };
 
@@ -237,7 +237,7 @@ struct ClippedError {
     const A kept = change < -clip ? -clip : (clip < change ? clip : change); // NaN stays NaN
     const A kept_error = old_value + kept - target;
     const bool is_first = error * error >= kept_error * kept_error;
-    const A nan = PolicyScore<A>::nan_if(change != change);
+    const A nan = PolicyScore<A>::nan_if(change != change || target != target);
     return {
         (is_first ? error * error : kept_error * kept_error) + nan,
         A(2) * (is_first ? error : (kept == change ? kept_error : A(0))) + nan};

@@ -106,6 +106,11 @@ class Checks {
     }
     check_scales(h);
     const bool has_probabilities = heads_[h].kind == Kind::soft_cross_entropy && !call_.targets[h][1].tensors.empty();
+    const bool has_log_probs = heads_[h].kind == Kind::policy_gradient && !call_.has_logits(h);
+    require(
+        !has_log_probs || (heads_[h].entropy_weight == 0 && heads_[h].num_choices == 0),
+        {"prediction", static_cast<int64_t>(h)},
+        "is log-probabilities, which have no entropy and no choices");
     require(
         !has_probabilities || heads_[h].label_smoothing == 0,
         {"target", static_cast<int64_t>(h)},

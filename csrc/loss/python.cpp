@@ -75,7 +75,7 @@ class LossReader {
   // Targets and weights must not require grad.
   at::Tensor constant(py::handle given, const Part& part) const {
     at::Tensor read = tensor(given, part);
-    require(!read.requires_grad(), part, "requires grad");
+    require(!read.requires_grad() || !at::GradMode::is_enabled(), part, "requires grad");
     return read;
   }
 
@@ -278,6 +278,9 @@ class LossReader {
     call.batch_first = batch_first.ptr() == Py_True;
     call.steps = has_steps_;
     steps_ = call.count_steps();
+    for (const Option option : {Option::step_weights, Option::step_gradient_scale}) {
+      require(has_steps_ || given(option).is_none(), {"step weights"}, "needs steps");
+    }
     read_by_head("step_weights", given(Option::step_weights), call.step_weights, &LossReader::step_numbers);
     const py::handle gradient_scale = given(Option::step_gradient_scale);
     read_by_head("step_gradient_scale", gradient_scale, call.step_gradient_scale, &LossReader::gradient_scale);

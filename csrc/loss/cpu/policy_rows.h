@@ -125,7 +125,7 @@ struct ChoiceLanes {
 template <class A>
 struct ShortChoices {
   Columns<A> x, differences, target;
-  Lanes<A> largest_logits = A(0), squares = A(0);
+  Lanes<A> largest_logits, squares;
 
   void read_actions(const Segment& s, const RowBatch& row_batch, int32_t index, Choice choice, ChoiceLanes<A>& sums) {
     std::fill(target.at[choice.begin], target.at[choice.end], A(0));
@@ -219,6 +219,7 @@ template <class A>
   const Head& head = *s.head;
   const int32_t count = num_choices(head);
   ShortChoices<A> rows;
+  rows.largest_logits = rows.squares = A(0);
   read_columns(s.prediction, row_batch, s.width, rows.x);
   ChoiceLanes<A> sums[kShortRow];
   A log_prob[kLanes] = {}, entropy[kLanes] = {}, slopes[kLanes];
