@@ -442,7 +442,7 @@ std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows) {
   const at::Tensor values = make(steps + 1, dtype);
   const at::Tensor targets = make(windows.root_reward.defined() ? steps + 1 : steps, dtype);
   const at::Tensor mask = make(steps + 1, at::kBool), policy_mask = make(steps + 1, at::kBool);
-  const std::vector<at::Tensor> results{values, targets, mask, policy_mask};
+  std::vector<at::Tensor> results{values, targets, mask, policy_mask};
   if (device.is_meta()) {
     return results;
   }
