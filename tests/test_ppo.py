@@ -12,7 +12,7 @@ from gradscale_ext.capture import graphs
 
 pytest.importorskip("gymnasium")
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
-import ppo  # noqa: E402
+import ppo
 
 
 def test_it_learns_cartpole():
@@ -72,6 +72,7 @@ def test_the_learning_rate_falls():
     assert rates[-1] < 1e-3
 
 
+@pytest.mark.xfail(strict=True, reason="the operator refuses a mask with steps=False")
 def test_a_captured_learner_step(monkeypatch):
     """Replays of a graph, here of the stand-in for CUDA graphs, give the weights of plain calls."""
     weights = []
