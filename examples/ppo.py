@@ -50,7 +50,7 @@ class Settings:
 
 SETTINGS = {
     "cartpole": Settings(),
-    "breakout": Settings(steps=400_000, num_games=32, learning_rate=1e-3),
+    "breakout": Settings(steps=400_000, num_games=32, minibatches=8, learning_rate=2.5e-3),
 }
 
 
