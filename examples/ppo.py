@@ -111,7 +111,11 @@ class Learner:
         out.loss.backward()
         gs.clip_gradients_(self.agent, self.settings.max_norm)
         self.optimizer.step()
-        return {"loss": out.loss, "approx_kl": out.approx_kl["policy"], "clip_fraction": out.clip_fraction["policy"]}
+        return {
+            "loss": out.loss.detach(),
+            "approx_kl": out.approx_kl["policy"],
+            "clip_fraction": out.clip_fraction["policy"],
+        }
 
 
 class Training:
