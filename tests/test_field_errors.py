@@ -335,3 +335,12 @@ def test_values_that_check_accepts(impl):
         impl,
         check=True,
     )
+
+
+@every_implementation
+def test_one_row_of_deviations(impl):
+    """CleanRL's `actor_logstd` is `[1, D]`."""
+    prediction = {"means": torch.zeros(B, D), "log_stds": torch.zeros(1, D)}
+    target = {"actions": torch.zeros(B, D), "advantages": torch.ones(B)}
+    with pytest.raises(ValueError, match=r"write log_stds\[0\] for one \[D\] of all samples"):
+        run(gs.GaussianPolicyGradient(surrogate="log"), prediction, target, impl=impl, steps=False)

@@ -135,6 +135,17 @@ def test_fake_tensors_have_the_shapes_of_results(name):
     torch.testing.assert_close(exported(prediction, target), loss(prediction, target))
 
 
+def test_a_mask_without_steps_in_a_graph():
+    head, prediction, target = inputs_of("ppo 4", (9,))
+    mask = torch.arange(9) % 2 == 0
+
+    def loss(prediction, target, mask):
+        return gs.multi_step_loss({"p": head}, {"p": prediction}, {"p": target}, steps=False, mask=mask).loss
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(prediction, target, mask), loss(prediction, target, mask))
+
+
 class Called(torch.nn.Module):
     """A function as a module."""
 

@@ -72,7 +72,6 @@ def test_the_learning_rate_falls():
     assert rates[-1] < 1e-3
 
 
-@pytest.mark.xfail(strict=True, reason="the operator refuses a mask with steps=False")
 def test_a_captured_learner_step(monkeypatch):
     """Replays of a graph, here of the stand-in for CUDA graphs, give the weights of plain calls."""
     weights = []

@@ -128,14 +128,18 @@ struct PolicyScore {
   }
 
   // What a row adds to the means approx_kl and clip_fraction.
-  GRADSCALE_HOST_DEVICE static A divergence_from_old(A log_prob, A old_log_prob) {
-    const A nan = nan_if(old_log_prob != old_log_prob);
-    const bool is_illegal = log_prob == -static_cast<A>(INFINITY);
-    return is_illegal ? static_cast<A>(INFINITY) + nan : exponential_beyond(log_prob - old_log_prob).value;
-  }
-  GRADSCALE_HOST_DEVICE bool is_clipped(A log_prob, A old_log_prob) const {
-    const A r = ratio(log_prob, old_log_prob);
-    return r < lower || upper < r;
+  struct Difference {
+    A divergence;
+    A clipped; // 1 if the ratio is outside of its bounds, else 0
+  };
+  GRADSCALE_HOST_DEVICE Difference difference(A log_prob, A old_log_prob) const {
+    const A infinity = static_cast<A>(INFINITY);
+    const bool is_illegal = log_prob == -infinity;
+    const auto beyond = exponential_beyond(log_prob - old_log_prob);
+    const A r = is_illegal ? A(0) : beyond.derivative + A(1); // NaN is not clipped
+    return {
+        is_illegal ? infinity + nan_if(old_log_prob != old_log_prob) : beyond.value,
+        r < lower || upper < r ? A(1) : A(0)};
   }
 };
 
@@ -152,7 +156,10 @@ struct ChoiceSums {
     return others + chosen_e;
   }
   GRADSCALE_HOST_DEVICE A log_sum() const {
-    const A all = sum();
+    return log_sum(others, chosen_e);
+  }
+  GRADSCALE_HOST_DEVICE static A log_sum(A others, A chosen_e) {
+    const A all = others + chosen_e;
 #if defined(__CUDA_ARCH__)
     const A log_all = std::log(all);
 #else
@@ -208,10 +215,10 @@ struct NormalTerm {
     const A inverse_scale = exponential(-log_scale);
     return {inverse_scale, (action - mean) * inverse_scale, log_scale};
   }
-  GRADSCALE_HOST_DEVICE A log_prob() const {
+  GRADSCALE_HOST_DEVICE static A log_prob(A z, A log_scale) {
     return A(-0.5) * z * z - log_scale - static_cast<A>(0.91893853320467274178); // log(2 pi) / 2
   }
-  GRADSCALE_HOST_DEVICE A entropy() const {
+  GRADSCALE_HOST_DEVICE static A entropy(A log_scale) {
     return log_scale + static_cast<A>(1.41893853320467274178);
   }
   GRADSCALE_HOST_DEVICE A mean_gradient(A slope) const {

@@ -244,6 +244,11 @@ void Call::make_outputs() {
     segments += num_steps - (*heads)[h].first_step;
   }
   metrics = empty_tensor({segments, batch, 2}, sum_options.dtype(at::kDouble));
+  for (size_t h = 0; h < heads->size() && !differences.defined(); ++h) {
+    if (has_old_policy(h)) {
+      differences = empty_tensor({segments, batch, 2}, sum_options);
+    }
+  }
   if (on_device && nonfinite == Nonfinite::skip) {
     skipped = empty_tensor({batch}, sum_options);
   }
@@ -363,6 +368,7 @@ void Call::end_pass(std::shared_ptr<const Launches> used) {
   fields_.clear();
   copies_.clear();
   metrics.reset();
+  differences.reset();
 }
 
 Slab Call::slab(const at::Tensor& tensor, int64_t stride) const {
@@ -473,7 +479,13 @@ void Call::add_targets(size_t h, Segment* segments) {
     }
     if (has_policy) {
       const Slab chosen = column(outputs.log_probs[h], t);
-      fields_.push_back({chosen.data, chosen.stride, is_double ? Element::float64 : Element::float32});
+      const Element element = is_double ? Element::float64 : Element::float32;
+      fields_.push_back({chosen.data, chosen.stride, element});
+      const bool has_differences = differences.defined() && has_old_policy(h);
+      const int64_t first =
+          batch * 2 * (static_cast<int64_t>(segments_.size()) - (num_steps - (*heads)[h].first_step) + t);
+      char* memory = has_differences ? static_cast<char*>(differences.mutable_data_ptr()) : nullptr;
+      fields_.push_back({has_differences ? memory + first * element_size(element) : nullptr, 2, element});
     }
     if (has_scales) {
       fields_.push_back(rows(*scales));

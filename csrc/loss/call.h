@@ -247,10 +247,11 @@ struct Call : Options {
 
   // Set by run().
   Outputs outputs;
-  Tensors gradients;  // for grad_output 1, by prediction tensor; undefined where none is wanted
-  at::Tensor skipped; // on a device, if samples are skipped: a copy of per_sample, because users may overwrite it
-  at::Tensor counts;  // on a device: float64 [heads], the numbers of unmasked entries, if they divide sums of heads
-  at::Tensor metrics; // float64 [segments, B, 2], the RowMetrics of all rows
+  Tensors gradients;      // for grad_output 1, by prediction tensor; undefined where none is wanted
+  at::Tensor skipped;     // on a device, if samples are skipped: a copy of per_sample, because users may overwrite it
+  at::Tensor counts;      // on a device: float64 [heads], the numbers of unmasked entries, if they divide sums of heads
+  at::Tensor metrics;     // float64 [segments, B, 2], the RowMetrics of all rows
+  at::Tensor differences; // [segments, B, 2], of the policies among the rows that have log_probs
   std::shared_ptr<const Launches> launches; // on a device, for run_again(); null if they read copies of tensors
 
   // The largest number of steps of a head, counted from the root.

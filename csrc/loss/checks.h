@@ -82,6 +82,7 @@ class Checks {
 
   void check_head(size_t h) const {
     const int64_t steps = call_.num_steps - heads_[h].first_step;
+    require(call_.steps || heads_[h].first_step == 0, {"prediction", static_cast<int64_t>(h)}, "begins at a step");
     const std::vector<FieldOfHead> fields = fields_of(h);
     for (const FieldOfHead& field : fields) {
       const bool has_steps = call_.steps ? steps_of(field.entries, call_.batch_first) == steps : !field.entries.stacked;

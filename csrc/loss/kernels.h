@@ -102,9 +102,18 @@ struct alignas(16) HeadSums {
 };
 
 // The rows of a segment with fields, in Pass::fields from Segment::first_field on. The first field of a target is
-// Segment::target. Data is null where a field was left out. kChosenLogProbs is an output.
+// Segment::target. Data is null where a field was left out. kChosenLogProbs is an output. kDifferences are two numbers
+// by row, for approx_kl and clip_fraction: PolicyScore::Difference.
 constexpr int64_t kSecondField = 0; // of the heads with two fields
-enum PolicyField { kAdvantages, kLogProbs, kReferenceLogProbs, kChosenLogProbs, kLogStds, kLogStdsGradient };
+enum PolicyField {
+  kAdvantages,
+  kLogProbs,
+  kReferenceLogProbs,
+  kChosenLogProbs,
+  kDifferences,
+  kLogStds,
+  kLogStdsGradient
+};
 
 // A head at a step: B rows of predictions with their targets.
 struct Segment {

@@ -144,15 +144,13 @@ void add_metrics(const Pass& pass, const Segment* segments, int64_t steps, HeadS
 template <class T>
 void add_policy(
     const Pass& pass, const Head& head, const Coefficients& coefficients, const Segment* segments, HeadSums& sums) {
-  const PolicyScore<T> formula(head);
   for (int64_t t = 0; t < pass.steps_of(head); ++t) {
-    const Rows *fields = pass.fields + segments[t].first_field, &chosen = fields[kChosenLogProbs];
-    const T* log_probs = static_cast<const T*>(chosen.data);
+    const auto* rows = static_cast<const typename PolicyScore<T>::Difference*>(
+        pass.fields[segments[t].first_field + kDifferences].data);
     for (int64_t b = 0; b < pass.batch; ++b) {
       if (coefficients.mask.includes(b, segments[t].step)) {
-        const T log_prob = log_probs[b * chosen.stride], old = static_cast<T>(fields[kLogProbs].load(b));
-        sums.divergence += formula.divergence_from_old(log_prob, old);
-        sums.clipped += formula.is_clipped(log_prob, old) ? 1 : 0;
+        sums.divergence += rows[b].divergence;
+        sums.clipped += rows[b].clipped;
       }
     }
   }

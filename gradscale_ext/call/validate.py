@@ -322,10 +322,19 @@ def _check_prediction(
         f"multi_step_loss: {where} must have shape {' or '.join(map(written, patterns))}{same} for "
         f"{type(head).__name__}, but it has {written(prediction.shape)}"
         + (
-            _remedies.remedy_for_shape(slot.code, prediction.shape, patterns)
+            _remedy_for_shared(slot, prediction)
+            or _remedies.remedy_for_shape(slot.code, prediction.shape, patterns)
             or _remedy_for_bins(head, prediction, batch)
         )
     )
+
+
+def _remedy_for_shared(slot: Slot, prediction: torch.Tensor) -> str:
+    """Remedy for one row of a field that all samples may share."""
+    fields = [field for form in slot.head.forms for field in form.predictions if field.shared]
+    if prediction.dim() != 2 or prediction.shape[0] != 1 or slot.field.name not in [field.name for field in fields]:
+        return ""
+    return f"; write {slot.field.name}[0] for one [D] of all samples"
 
 
 def _remedy_for_bins(head: Head, prediction: torch.Tensor, batch: int) -> str:

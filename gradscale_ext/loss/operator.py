@@ -11,7 +11,7 @@ import torch
 
 from .. import _context
 from .._native import _C  # registers the operator
-from ..call.options import Entries, FieldEntries, Options, maybe_transposed
+from ..call.options import Entries, FieldEntries, Options, as_given
 from ..call.output import MultiStepLossOutput
 from ..call.validate import Call
 from ..heads import DETAILS, record_of
@@ -33,7 +33,7 @@ def call_operator(
 
     def by_head(given: Mapping[str, torch.Tensor]) -> list[torch.Tensor | None]:
         """An option as the operator accepts it: in the order of the heads, or empty if it is not given."""
-        turned = {name: maybe_transposed(tensor, call.options.batch_first) for name, tensor in given.items()}
+        turned = {name: as_given(x, call.options) if x.dim() == 2 else x for name, x in given.items()}
         return [turned.get(name) for name in heads] if turned else []
 
     weights = call.weights
@@ -111,7 +111,7 @@ def _expanded(call: Call, head: str, entries: FieldEntries) -> FieldEntries:
     if not shared or not isinstance(entries, Mapping):
         return entries
     steps = call.steps - call.heads[head].first_step
-    leading = (call.batch, steps) if call.options.batch_first else (steps, call.batch)
+    leading: tuple[int, ...] = (call.batch, steps) if call.options.batch_first else (steps, call.batch)
     leading = leading if call.options.steps else (call.batch,)
     return {
         name: tensor.expand(*leading, -1) if name in shared else tensor  # type: ignore[union-attr]
@@ -175,8 +175,8 @@ def _shapes(
         for name, exists in outputs_of_head.items():
             if exists:
                 by_head[name].append(torch.empty_strided(size, stride, **sum_options))
-        given = dict(zip(of_target, itertools.islice(wanted, len(of_target)), strict=True))
-        if kind in _POLICIES and given["log_probs"] != _NONE:
+        target_fields = dict(zip(of_target, itertools.islice(wanted, len(of_target)), strict=True))
+        if kind in _POLICIES and target_fields["log_probs"] != _NONE:
             by_head["approx_kl"].append(torch.empty((), **sum_options))
         first += sum([max(number, 1) for number in (count, *others)])
     num_heads = len(head_details)

@@ -53,6 +53,19 @@ void score_rows(
       with_reference(std::integral_constant<Surrogate, Surrogate::cispo>());
       break;
   }
+  const Rows& differences = fields[kDifferences];
+  if (differences.data != nullptr) {
+    A divergences[kLanes], clipped[kLanes];
+#pragma omp simd
+    for (int64_t i = 0; i < kLanes; ++i) {
+      const auto difference = formula.difference(log_prob[i], old.at[i]);
+      divergences[i] = difference.divergence;
+      clipped[i] = difference.clipped;
+    }
+    const Slab first{differences.data, 2, differences.element == Element::float64};
+    first.store(row_batch.first, row_batch.count, divergences);
+    first.from(1).store(row_batch.first, row_batch.count, clipped);
+  }
   for (int64_t i = 0; i < kLanes && entropy != nullptr; ++i) {
     losses[i] = with_bonus(losses[i], entropy_weight, entropy[i]);
   }
@@ -229,9 +242,10 @@ template <class A>
     rows.exponentiate(choice, sums[c]);
 #pragma omp simd
     for (int64_t i = 0; i < kLanes; ++i) {
-      const ChoiceSums<A> own = sums[c].of(i);
-      log_prob[i] += own.log_prob();
-      entropy[i] += own.entropy();
+      const A others = sums[c].others[i], chosen_e = sums[c].chosen_e[i];
+      const A log_sum = ChoiceSums<A>::log_sum(others, chosen_e);
+      log_prob[i] += sums[c].chosen_difference[i] - log_sum;
+      entropy[i] += log_sum - sums[c].weighted[i] / (others + chosen_e);
     }
   }
   score_rows(pass, s, row_batch, log_prob, entropy, slopes);
@@ -399,8 +413,9 @@ template <class A>
     for (int64_t j = 0; j < count; ++j) {
 #pragma omp simd
       for (int64_t i = 0; i < kLanes; ++i) {
-        log_prob[i] += columns.at(j, i).log_prob();
-        entropy[i] += columns.at(j, i).entropy();
+        const A z = columns.z.at[j][i], log_scale = columns.log_scales.at[j][i];
+        log_prob[i] += NormalTerm<A>::log_prob(z, log_scale);
+        entropy[i] += NormalTerm<A>::entropy(log_scale);
       }
     }
   });

@@ -31,7 +31,15 @@ GRADSCALE_DEVICE Score<A> score_of(const RowTask& task, A log_prob) {
   }
   const PolicyFields<A> fields{
       field_of<A>(task, kAdvantages), field_of<A>(task, kLogProbs), field_of<A>(task, kReferenceLogProbs)};
-  return PolicyScore<A>(head).score(head.surrogate, log_prob, fields);
+  const PolicyScore<A> formula(head);
+  const Rows& differences = fields_of(task)[kDifferences];
+  if (!task.block.pass.is_backward && differences.data != nullptr && task.active && task.team.rank == 0) {
+    const auto difference = formula.difference(log_prob, fields.log_prob);
+    const Slab pair{differences.data, 1, differences.element == Element::float64};
+    pair.store(2 * task.row, difference.divergence);
+    pair.store(2 * task.row + 1, difference.clipped);
+  }
+  return formula.score(head.surrogate, log_prob, fields);
 }
 
 // Stores a row whose prediction is one number.
@@ -176,8 +184,8 @@ GRADSCALE_DEVICE void scored_row(RowOf<GaussianPolicyGradient<A>>, const RowTask
 #pragma unroll
     for (int k = 0; k < size; ++k) {
       const auto term = NormalTerm<A>::of(means[k], scales[k], actions[k]);
-      log_prob += first + k < task.width ? term.log_prob() : A(0);
-      entropy += first + k < task.width ? term.entropy() : A(0);
+      log_prob += first + k < task.width ? term.log_prob(term.z, term.log_scale) : A(0);
+      entropy += first + k < task.width ? term.entropy(term.log_scale) : A(0);
     }
   });
   log_prob = task.team.sum(log_prob);

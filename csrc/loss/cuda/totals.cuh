@@ -170,23 +170,17 @@ class BlockOfSamples {
            0,
            0});
       if (c.approx_kl.data != nullptr && is_unmasked) {
-        add_policy(head(h), s, sums);
+        add_policy(s, sums);
       }
     }
     return sums;
   }
 
   // Adds the difference of this lane's sample from the policy that chose the action.
-  GRADSCALE_DEVICE void add_policy(const Head& head, const Segment& s, HeadSums& sums) const {
+  GRADSCALE_DEVICE void add_policy(const Segment& s, HeadSums& sums) const {
     const Rows* fields = reinterpret_cast<const Rows*>(table_ + device_.fields) + s.first_field;
-    const double log_prob = fields[kChosenLogProbs].load(sample_), old = fields[kLogProbs].load(sample_);
-    const auto add = [&](auto zero) {
-      using A = decltype(zero);
-      const PolicyScore<A> formula(head);
-      sums.divergence += formula.divergence_from_old(static_cast<A>(log_prob), static_cast<A>(old));
-      sums.clipped += formula.is_clipped(static_cast<A>(log_prob), static_cast<A>(old)) ? 1 : 0;
-    };
-    pass_.per_sample.is_double ? add(0.0) : add(0.0f); // as the ratio of the row was computed
+    sums.divergence += fields[kDifferences].load(sample_, 0);
+    sums.clipped += fields[kDifferences].load(sample_, 1);
   }
 
   // Adds up the parts of this lane's sample in a head, in the place of the last part, and adds the sample's loss to
