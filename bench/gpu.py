@@ -52,6 +52,7 @@ import gradscale_ext as gs
 import harness
 import losses
 import pieces
+import policies
 import steps
 import usual
 from gradscale_ext import _kernels
@@ -579,6 +580,7 @@ def groups(bench: Bench) -> Iterator[tuple[str, float, Callable[[], None]]]:
         yield f"statistics, {count} x {width}", 5, functools.partial(statistics_group, bench, count, width)
     own = functools.partial(pieces_group, bench, "heads", "forward+backward")
     yield "heads", 6, lambda: own(lambda: pieces.heads(1024, bench.device))
+    yield "policies", 15, lambda: own(lambda: policies.losses(32768, bench.device))
     for size, dtype in [*LARGE, *LARGEST]:
         eager = (size, dtype) not in LARGEST
         yield f"loss {size} {dtype}", 8, functools.partial(large, size, dtype, eager=eager)
@@ -622,6 +624,8 @@ def smoke_groups(bench: Bench) -> Iterator[tuple[str, float, Callable[[], None]]
     yield "returns, advantages", 0, lambda: returns(lambda: advantages_of(bench, [(3, 5), (1, 300)]))
     yield "returns, others", 0, lambda: returns(lambda: pieces.other_returns(3, 20, bench.device))
     yield "heads", 0, lambda: pieces_group(bench, "heads", "forward+backward", lambda: pieces.heads(3, bench.device))
+    own = functools.partial(pieces_group, bench, "policies", "forward+backward")
+    yield "policies", 0, lambda: own(lambda: policies.losses(40, bench.device))
     for name, make in steps.pairs(bench.device, batch_size=2).items():
         yield f"step: {name}", 0, functools.partial(step_group, bench, name, make, compiler=False)
 
