@@ -32,7 +32,9 @@ class PolicyHead(Head):
         self._check("surrogate", self.surrogate in SURROGATES, "'ppo', 'log' or 'cispo'")
         if clip is ...:
             if self.surrogate == "cispo":
-                raise ValueError(f"{name}: clip must be given with surrogate='cispo'; write clip=(1, 4), for example")
+                raise ValueError(
+                    f"{name}: clip must be given with surrogate='cispo'; write clip=(1, 4) for ratios up to 5"
+                )
             object.__setattr__(self, "clip", 0.2 if self.surrogate == "ppo" else None)
         elif clip is None:
             self._check("clip", self.surrogate != "cispo", "a number or a pair of numbers with surrogate='cispo'")

@@ -81,6 +81,26 @@ def policy_loss(targets, predictions=ACTIONS, head=gs.SoftCrossEntropy(), **opti
     return value_loss(predictions, targets, head, **options)
 
 
+CLIPPED = {"value": {"returns": Z, "values": Q}}
+ACTION_FIELDS = {"value": {"actions": CLASSES[:, 0], "advantages": Z[:, 0], "log_probs": Q[:, 0]}}
+
+
+def clipped_loss(targets):
+    return gs.MultiStepLoss(value=gs.ClippedSquaredError())({"value": R}, targets).loss
+
+
+def policy_gradient(targets, predictions=ACTIONS[:, 0], entropy_weight=0.0, steps=False):
+    head = gs.PolicyGradient(entropy_weight=entropy_weight)
+    return gs.MultiStepLoss(value=head)({"value": predictions}, targets, steps=steps).loss
+
+
+def gaussian_loss(log_stds):
+    head = gs.GaussianPolicyGradient(surrogate="log")
+    predictions = {"value": {"means": ACTIONS[:, 0], "log_stds": log_stds}}
+    targets = {"value": {"actions": ACTIONS[:, 1], "advantages": Z[:, 0]}}
+    return gs.MultiStepLoss(value=head)(predictions, targets, steps=False).loss
+
+
 def reversed_gradient(**options):
     x = torch.ones(2, requires_grad=True)
     return torch.autograd.grad(gs.reverse_gradient(x, **options).sum(), x)
@@ -304,8 +324,32 @@ CASES = {
         lambda mask=MASK[:, 0]: gs.standardize(Z[:, :1], mask=mask), (gs.standardize(Z[:, :1], mask=MASK[:, :1]),)
     ),
     "groups of classes": Case(
-        lambda prediction=GROUPS.flatten(2), G=2, C=5: value_loss(prediction, GROUPS, gs.CategoricalKL()),
-        (value_loss(GROUPS, GROUPS, gs.CategoricalKL()),),
+        lambda prediction=GROUPS.flatten(2), G=2, C=5, steps=True: value_loss(prediction, GROUPS, gs.CategoricalKL()),
+        (value_loss(GROUPS, GROUPS, gs.CategoricalKL()), None),
+    ),
+    "no mapping of fields": Case(
+        lambda targets={"value": Z}: clipped_loss(targets), (clipped_loss(CLIPPED),), ("Z", "Q")
+    ),
+    "a field is missing": Case(
+        lambda targets={"value": {"returns": Z}}: clipped_loss(targets), (clipped_loss(CLIPPED),), ("Z", "Q")
+    ),
+    "logits without steps": Case(
+        lambda targets=ACTION_FIELDS, steps=True: policy_gradient(targets, steps=steps),
+        (None, policy_gradient(ACTION_FIELDS, steps=False)),
+        ("Z[:, 0]", "Q[:, 0]"),
+    ),
+    "logits without steps and a bonus": Case(
+        lambda entropy_weight=0.1, steps=True: policy_gradient(
+            {"value": {"advantages": Z, "log_probs": Q}}, R, entropy_weight, steps
+        ),
+        (policy_gradient({"value": {"advantages": Z, "log_probs": Q}}, R, steps=True), None),
+    ),
+    "a row of deviations": Case(
+        lambda log_stds=torch.zeros(1, 5): gaussian_loss(log_stds), (gaussian_loss(torch.zeros(5)),)
+    ),
+    "no clip for CISPO": Case(
+        lambda clip=...: gs.PolicyGradient(surrogate="cispo", **({} if clip is ... else {"clip": clip})).bounds,
+        ((1, 4),),
     ),
     "groups of classes in targets": Case(
         lambda target=GROUPS[:, 0].flatten(1): value_loss([GROUPS[:, 0]], [target], gs.CategoricalKL()),
@@ -676,11 +720,13 @@ def parameters_of(call: Callable[..., Any]) -> dict[str, Any]:
 
 
 def code_at_start(text: str) -> str:
-    """The longest expression at the start of a text, without commas."""
+    """The longest expression at the start of a text, without commas outside of brackets."""
     for end in range(len(text), 0, -1):
         with contextlib.suppress(SyntaxError):
-            if not isinstance(ast.parse(text[:end].strip(), mode="eval").body, ast.Tuple):
-                return text[:end].strip()
+            code = text[:end].strip()
+            if code.startswith("(") or not isinstance(ast.parse(code, mode="eval").body, ast.Tuple):
+                ast.parse(code, mode="eval")
+                return code
     return ""
 
 

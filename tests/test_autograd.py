@@ -22,7 +22,7 @@ def _uniform(*shape):
 
 def _operator(x, mask=None):
     return torch.ops.gradscale_ext.multi_step_loss(
-        [x], [_uniform(*x.shape)], [0], [0], *record_of([POLICY]), [], *Options([], [], [], [mask], [], [])
+        [x], [_uniform(*x.shape)], [0], [0, -1], *record_of([POLICY]), [], *Options([], [], [], [mask], [], [])
     )[0]
 
 

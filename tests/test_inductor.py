@@ -143,6 +143,31 @@ def _binary(x):
     return gs.multi_step_loss({"h": gs.BinaryCrossEntropy()}, {"h": x}, {"h": x.detach().sigmoid()})
 
 
+def policy_fields(x, actions):
+    """The target of a policy, for `[B, ...]` predictions x."""
+    return {"actions": actions, "advantages": x.detach()[:, 0], "log_probs": x.detach()[:, 1] - 2}
+
+
+@program("heads", "PolicyGradient", x=(B, A))
+def _policy(x):
+    head = gs.PolicyGradient(choices=(2, 4), clip=(0.1, 0.3), dual_clip=2.0, entropy_weight=0.1)
+    actions = torch.stack([torch.arange(B) % 2, torch.arange(B) % 4], 1)
+    return gs.multi_step_loss({"h": head}, {"h": x}, {"h": policy_fields(x, actions)}, steps=False)
+
+
+@program("heads", "GaussianPolicyGradient", x=(B, A), log_stds=(A,))
+def _gaussian(x, log_stds):
+    head = gs.GaussianPolicyGradient(surrogate="cispo", clip=(0.5, 1.0))
+    predictions = {"means": x, "log_stds": log_stds}
+    return gs.multi_step_loss({"h": head}, {"h": predictions}, {"h": policy_fields(x, x.detach().cos())}, steps=False)
+
+
+@program("heads", "ClippedSquaredError", x=(B, T))
+def _clipped(x):
+    targets = {"returns": x.detach().cos(), "values": x.detach() + 0.1}
+    return gs.multi_step_loss({"h": gs.ClippedSquaredError(clip=0.05)}, {"h": x}, {"h": targets})
+
+
 @program("heads", "PerStepLoss", x=(B, T))
 def _per_step(x):
     return gs.multi_step_loss({"h": gs.PerStepLoss()}, {"h": x.square()}, {})

@@ -38,60 +38,47 @@ StepWeight weight_of(const at::Tensor& tensor, int64_t batch_dim, int64_t step_d
 
 // ---- Heads ----------------------------------------------------------------------------------------------------------
 
+static FieldsOfHead fields_of(Kind kind) {
+  const std::vector<const char*> of_policy{"actions", "advantages", "log_probs", "reference_log_probs"};
+  const Form scalars{{""}, {""}}, vectors{{"D"}, {"D"}};
+  switch (kind) {
+    case Kind::two_hot:
+    case Kind::hl_gauss:
+      return {{Form{{"S"}, {""}}}};
+    case Kind::soft_cross_entropy:
+      return {
+          {Form{{"A"}, {"A", "-"}}, Form{{"A"}, {"#", "-"}}, Form{{"A"}, {"#K", "K"}}}, {"classes", "probabilities"}};
+    case Kind::mean_squared_error:
+    case Kind::huber:
+      return {{scalars, vectors}};
+    case Kind::binary_cross_entropy:
+      return {{scalars}};
+    case Kind::negative_cosine:
+      return {{vectors}};
+    case Kind::quantile_huber:
+      return {{Form{{"N"}, {"M", "-"}}, Form{{"N"}, {"M", "N"}}}, {"samples", "fractions"}};
+    case Kind::categorical_kl:
+      return {{Form{{"GC"}, {"GC"}}}};
+    case Kind::per_step_loss:
+      return {{Form{{""}, {}}}};
+    case Kind::policy_gradient:
+      return {
+          {Form{{"A"}, {"#", "", "?", "?"}}, Form{{"A"}, {"#G", "", "?", "?"}}, Form{{""}, {"-", "", "?", "?"}}},
+          of_policy,
+          {},
+          false};
+    case Kind::gaussian_policy_gradient:
+      return {{Form{{"D", "D"}, {"D", "", "?", "?"}}}, of_policy, {"means", "log_stds"}, false};
+    case Kind::clipped_squared_error:
+      return {{Form{{""}, {"", "?"}}}, {"returns", "values"}, {}, false};
+  }
+  return {};
+}
+
 const std::vector<KindOfHead>& kinds() {
-  const auto forms_of = [](Kind kind) -> KindOfHead {
-    const std::vector<const char*> none, of_policy{"actions", "advantages", "log_probs", "reference_log_probs"};
-    const Form scalars{{""}, {""}}, vectors{{"D"}, {"D"}};
-    switch (kind) {
-      case Kind::two_hot:
-      case Kind::hl_gauss:
-        return {{}, {}, none, none, true, {{{"S"}, {""}}}};
-      case Kind::soft_cross_entropy:
-        return {
-            {},
-            {},
-            none,
-            {"classes", "probabilities"},
-            true,
-            {{{"A"}, {"A", "-"}}, {{"A"}, {"#", "-"}}, {{"A"}, {"#K", "K"}}}};
-      case Kind::mean_squared_error:
-      case Kind::huber:
-        return {{}, {}, none, none, true, {scalars, vectors}};
-      case Kind::binary_cross_entropy:
-        return {{}, {}, none, none, true, {scalars}};
-      case Kind::negative_cosine:
-        return {{}, {}, none, none, true, {vectors}};
-      case Kind::quantile_huber:
-        return {{}, {}, none, {"samples", "fractions"}, true, {{{"N"}, {"M", "-"}}, {{"N"}, {"M", "N"}}}};
-      case Kind::categorical_kl:
-        return {{}, {}, none, none, true, {{{"GC"}, {"GC"}}}};
-      case Kind::per_step_loss:
-        return {{}, {}, none, none, true, {{{""}, {}}}};
-      case Kind::policy_gradient:
-        return {
-            {},
-            {},
-            none,
-            of_policy,
-            false,
-            {{{"A"}, {"#", "", "?", "?"}}, {{"A"}, {"#G", "", "?", "?"}}, {{""}, {"-", "", "?", "?"}}}};
-      case Kind::gaussian_policy_gradient:
-        return {{}, {}, {"means", "log_stds"}, of_policy, false, {{{"D", "D"}, {"D", "", "?", "?"}}}};
-      case Kind::clipped_squared_error:
-        return {{}, {}, none, {"returns", "values"}, false, {{{""}, {"", "?"}}}};
-    }
-    return {};
-  };
-  static const std::vector<KindOfHead> all = [&] {
-    std::vector<KindOfHead> kinds;
-#define GRADSCALE_KIND(kind_name, kind_detail) \
-  kinds.push_back(forms_of(Kind::kind_name));  \
-  kinds.back().name = #kind_name;              \
-  kinds.back().detail = Detail::kind_detail;
-    GRADSCALE_KINDS(GRADSCALE_KIND)
+#define GRADSCALE_KIND(name, detail) {fields_of(Kind::name), #name, Detail::detail},
+  static const std::vector<KindOfHead> all{GRADSCALE_KINDS(GRADSCALE_KIND)};
 #undef GRADSCALE_KIND
-    return kinds;
-  }();
   return all;
 }
 

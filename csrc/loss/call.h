@@ -26,13 +26,16 @@ struct Form {
   std::vector<const char*> target;
 };
 
-struct KindOfHead {
+struct FieldsOfHead {
+  std::vector<Form> forms;
+  std::vector<const char*> target;     // names of the fields; none: a tensor
+  std::vector<const char*> prediction; // the same
+  bool may_be_tensor = true;           // the first field of a target with names may be given alone
+};
+
+struct KindOfHead : FieldsOfHead {
   std::string name;
   Detail detail;
-  std::vector<const char*> prediction; // names of the fields; none: a tensor
-  std::vector<const char*> target;     // the same
-  bool may_be_tensor;                  // the first field of a target with names may be given alone
-  std::vector<Form> forms;
 };
 
 // All kinds, in the order of Kind.

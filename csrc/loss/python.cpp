@@ -114,11 +114,12 @@ class LossReader {
     for (size_t i = 0; i < names.size(); ++i) {
       part.field = names[i];
       PyObject* value = PyDict_GetItemString(given.ptr(), names[i]);
-      require(value != nullptr || !may_be_tensor, part, "is missing");
-      if (value != nullptr) {
+      const bool is_given = value != nullptr && value != Py_None;
+      require(is_given || !may_be_tensor, part, "is missing");
+      if (is_given) {
         by_field[i] = entries(part, value, read);
-        ++found;
       }
+      found += value != nullptr ? 1 : 0;
     }
     part.field = nullptr;
     require(found == PyDict_Size(given.ptr()), part, "names what is not a field");

@@ -144,7 +144,7 @@ def _read(
     for name, head in heads.items():
         sizes = _check_predictions(predicted[name], batch, device)
         _check_targets(wanted[name], sizes, batch, device)
-        _check_neutral(name, head, forms[name][0])
+        _check_neutral(name, head, forms[name][0], options.steps)
 
     def stepped(read: _Read, head: Head) -> list[Fields]:
         shared = [field for field, (slot, _) in read.items() if slot.field.shared]
@@ -160,7 +160,7 @@ def _read(
     )
 
 
-def _check_neutral(name: str, head: Head, form: Form) -> None:
+def _check_neutral(name: str, head: Head, form: Form, has_steps: bool) -> None:
     """Refuse an argument of a head that has no meaning for the form of its tensors."""
     for argument in form.without:
         neutral = getattr(type(head), argument)
@@ -171,7 +171,8 @@ def _check_neutral(name: str, head: Head, form: Form) -> None:
                 f"multi_step_loss: head '{name}' must have {argument}={neutral} for predictions {predictions} with "
                 f"targets {fields}, but it is {_numbers.written(getattr(head, argument))}"
                 f"; write {argument}={neutral}"
-                + (", or steps=False for logits without a dimension of steps" * (form.predictions[0].shape == ()))
+                + ", or steps=False for logits without a dimension of steps"
+                * (has_steps and form.predictions[0].shape == ())
             )
 
 

@@ -372,7 +372,7 @@ def _returns_cases() -> list[Case]:
             disagreement=0.1,
         ),
         # One block of 16 warps for a row of 1,025 to 2,048 steps. Two blocks of 8 warps needed a memset and an atomic
-        # operation, and the second block waited for the first: 119 instructions for T 2048, 185 for T 1536, and about
+        # operation, and the second block waited for the first: 119 instructions for T 2048, 138 for T 1536, and about
         # 650 in the warp that waited, whose chain was the time of the call.
         of(
             "advantages [B, T], few rows, T 2048",
