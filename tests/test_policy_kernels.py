@@ -110,6 +110,7 @@ def test_samples_that_are_skipped():
 @pytest.mark.compiled
 @pytest.mark.parametrize("name", CASES)
 def test_compiled(name):
+    torch._dynamo.reset()
     head, prediction, target = inputs_of(name, (9, 2))
 
     def loss(prediction, target):

@@ -83,11 +83,10 @@ std::string schema(const std::string& overload, const std::string& last) {
   return schema + last + ") -> Tensor[]";
 }
 
-// Reads the record of the heads. A tracer's numbers that vary have no values.
-Heads heads_from(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> given, bool reads_varying = true) {
+// Reads the record of the heads.
+Heads heads_from(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> given) {
   std::vector<double> numbers = given[kHeadNumbers].toDoubleVector();
-  const bool varies = reads_varying && op.schema().overload_name() == "varying";
-  const Tensors varying = varies ? given.back().toTensorVector() : Tensors();
+  const Tensors varying = op.schema().overload_name() == "varying" ? given.back().toTensorVector() : Tensors();
   size_t next = 0;
   for (double& number : numbers) {
     if (std::isnan(number) && next < varying.size()) {
@@ -100,54 +99,48 @@ Heads heads_from(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> given,
 
 constexpr int64_t kStacked = 0, kNone = -1, kShared = -2; // counts that are no numbers of tensors
 
-// Splits a list of tensors into entries.
-std::vector<Entries> entries_from(const c10::IValue& list, const std::vector<int64_t>& counts) {
+// Splits a list of tensors into entries, with a list for each.
+std::vector<std::vector<Entries>> entries_from(
+    const c10::IValue& list, const std::vector<int64_t>& counts, bool has_steps) {
   const Tensors tensors = list.toTensorVector();
-  std::vector<Entries> all;
+  std::vector<std::vector<Entries>> all;
   size_t next = 0;
   for (const int64_t count : counts) {
-    Entries& entries = all.emplace_back();
-    entries.stacked = count == kStacked || count == kShared;
-    entries.shared = count == kShared;
-    const size_t end = next + (entries.stacked ? 1 : std::max<int64_t>(count, 0));
+    const bool is_one = count == kStacked || count == kShared;
+    const size_t end = next + (is_one ? 1 : std::max<int64_t>(count, 0));
     TORCH_CHECK(end <= tensors.size(), "multi_step_loss: the counts add up to more tensors than the list has");
-    entries.tensors.assign(tensors.begin() + next, tensors.begin() + end);
+    all.push_back({{{tensors.begin() + next, tensors.begin() + end}, is_one && has_steps, count == kShared}});
     next = end;
   }
   TORCH_CHECK(next == tensors.size(), "multi_step_loss: the counts add up to fewer tensors than the list has");
   return all;
 }
 
-// Splits entries into those of each head.
+// Joins the entries of each head's fields.
 std::vector<std::vector<Entries>> by_head(
-    const std::vector<Entries>& all, const Heads& heads, const std::vector<const char*> KindOfHead::* names) {
-  std::vector<std::vector<Entries>> result;
-  auto next = all.begin();
+    const std::vector<std::vector<Entries>>& all,
+    const Heads& heads,
+    const std::vector<const char*> KindOfHead::* names) {
+  std::vector<std::vector<Entries>> result(heads.size());
+  size_t next = 0;
   for (size_t h = 0; h < heads.size(); ++h) {
-    const auto count = static_cast<int64_t>(Heads::num_fields(heads.kind(h).*names));
-    TORCH_CHECK(all.end() - next >= count, "multi_step_loss: there are fewer counts than fields");
-    result.emplace_back(next, next + count);
-    next += count;
+    const size_t count = Heads::num_fields(heads.kind(h).*names);
+    TORCH_CHECK(all.size() - next >= count, "multi_step_loss: there are fewer counts than fields");
+    for (size_t i = 0; i < count; ++i) {
+      result[h].push_back(all[next++][0]);
+    }
   }
-  TORCH_CHECK(next == all.end(), "multi_step_loss: there are more counts than fields");
+  TORCH_CHECK(next == all.size(), "multi_step_loss: there are more counts than fields");
   return result;
 }
 
-// Reads a call from the operator's arguments.
-Call call_from(at::ArrayRef<c10::IValue> given, const Heads& heads) {
+// Reads a call from the operator's arguments. Each field is a head of its own, because the numbers of heads, which a
+// tracer may not have, are not read.
+Call call_from(at::ArrayRef<c10::IValue> given) {
   Call call;
-  call.heads = &heads;
-  call.predictions = by_head(
-      entries_from(given[kPredictions], given[kPredictionCounts].toIntVector()), heads, &KindOfHead::prediction);
-  call.targets = by_head(entries_from(given[kTargets], given[kTargetCounts].toIntVector()), heads, &KindOfHead::target);
   Options::each(call, ArgumentReader{&given[kOptions]});
-  for (auto* both : {&call.predictions, &call.targets}) {
-    for (std::vector<Entries>& fields : *both) {
-      for (Entries& entries : fields) {
-        entries.stacked = entries.stacked && call.steps;
-      }
-    }
-  }
+  call.predictions = entries_from(given[kPredictions], given[kPredictionCounts].toIntVector(), call.steps);
+  call.targets = entries_from(given[kTargets], given[kTargetCounts].toIntVector(), call.steps);
   const auto count = static_cast<int64_t>(given[kPredictions].toListRef().size());
   call.wants.resize(count);
   for (const int64_t index : given[kWants].toIntVector()) {
@@ -171,7 +164,10 @@ void append(Tensors& list, const Tensors& by_head) { // without undefined tensor
 void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const at::ArrayRef<c10::IValue> given = arguments_of(op, *stack);
   const Heads heads = heads_from(op, given);
-  Call call = call_from(given, heads);
+  Call call = call_from(given);
+  call.heads = &heads;
+  call.predictions = by_head(call.predictions, heads, &KindOfHead::prediction);
+  call.targets = by_head(call.targets, heads, &KindOfHead::target);
   Layout layout(call);
   const c10::Device device = given[kPredictions].toTensorVector().at(0).device();
   begin_pooled_call(device);
@@ -224,9 +220,7 @@ void autograd_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   given[kWants] = wants;
   std::optional<Layout> layout;
   if (records) {
-    const at::ArrayRef<c10::IValue> arguments(given, count);
-    const Heads heads = heads_from(op, arguments, /*reads_varying=*/false);
-    layout.emplace(call_from(arguments, heads));
+    layout.emplace(call_from(at::ArrayRef<c10::IValue>(given, count)));
   }
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
