@@ -99,7 +99,7 @@ $(VENV)/nvdisasm: $(VENV)/torch
 	$(PIP) nvidia-cuda-nvdisasm
 	@touch $@
 
-SIMULATED := cuda cuda_rows extremes n_step_transitions returns td_steps
+SIMULATED := cuda cuda_policies cuda_rows extremes n_step_transitions returns td_steps
 
 simulated: $(VENV)/pytest $(VENV)/nvrtc $(VENV)/driver.so
 	PTX_RACES=1 GRADSCALE_CACHE_DIR=$(VENV)/kernels $(PYTEST) --simulated-kernels=$(VENV)/driver.so $(SIMULATED:%=tests/test_%.py) tests/fuzz/test_returns.py
