@@ -151,7 +151,7 @@ version-%: .versions/%/.venv/torch $(VENV)/driver.so
 bench: $(VENV)/examples $(VENV)/clients
 	$(BIN)/python bench/loss.py --json bench/results/loss.json
 	$(BIN)/python bench/heads.py --json bench/results/heads.json
-	$(BIN)/python bench/policies.py --json bench/results/policies.json
+	$(BIN)/python bench/policy_losses.py --json bench/results/policy_losses.json
 	$(BIN)/python bench/flow.py --json bench/results/flow.json
 	$(BIN)/python bench/returns.py --json bench/results/returns.json
 	$(BIN)/python bench/gradients.py --json bench/results/gradients.json

@@ -52,7 +52,7 @@ import gradscale_ext as gs
 import harness
 import losses
 import pieces
-import policies
+import policy_losses
 import steps
 import usual
 from gradscale_ext import _kernels
@@ -580,7 +580,7 @@ def groups(bench: Bench) -> Iterator[tuple[str, float, Callable[[], None]]]:
         yield f"statistics, {count} x {width}", 5, functools.partial(statistics_group, bench, count, width)
     own = functools.partial(pieces_group, bench, "heads", "forward+backward")
     yield "heads", 6, lambda: own(lambda: pieces.heads(1024, bench.device))
-    yield "policies", 15, lambda: own(lambda: policies.losses(32768, bench.device))
+    yield "policies", 15, lambda: own(lambda: policy_losses.losses(32768, bench.device))
     for size, dtype in [*LARGE, *LARGEST]:
         eager = (size, dtype) not in LARGEST
         yield f"loss {size} {dtype}", 8, functools.partial(large, size, dtype, eager=eager)
@@ -625,7 +625,7 @@ def smoke_groups(bench: Bench) -> Iterator[tuple[str, float, Callable[[], None]]
     yield "returns, others", 0, lambda: returns(lambda: pieces.other_returns(3, 20, bench.device))
     yield "heads", 0, lambda: pieces_group(bench, "heads", "forward+backward", lambda: pieces.heads(3, bench.device))
     own = functools.partial(pieces_group, bench, "policies", "forward+backward")
-    yield "policies", 0, lambda: own(lambda: policies.losses(40, bench.device))
+    yield "policies", 0, lambda: own(lambda: policy_losses.losses(40, bench.device))
     for name, make in steps.pairs(bench.device, batch_size=2).items():
         yield f"step: {name}", 0, functools.partial(step_group, bench, name, make, compiler=False)
 

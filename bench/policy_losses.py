@@ -1,6 +1,6 @@
 """Times of PPO's loss with its value, forward and backward.
 
-    python bench/policies.py --json bench/results/policies.json
+    python bench/policy_losses.py --json bench/results/policy_losses.json
 
 A minibatch of B rows: logits of 4, 18 and 362 actions, three choices of 3, 5 and 2 actions, and 6 and 17 normal
 distributions with shared deviations. The usual code is that of CleanRL, with `torch.distributions`. Bytes that must
@@ -119,7 +119,7 @@ def main() -> None:
             for row in harness.rows(label, contestants, arguments.seconds, piece.moved, "fused"):
                 results.append(row)
                 harness.show(row)
-    harness.write(arguments.json, "policies", results)
+    harness.write(arguments.json, "policy_losses", results)
 
 
 if __name__ == "__main__":
