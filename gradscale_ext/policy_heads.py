@@ -174,10 +174,10 @@ class GaussianPolicyGradient(PolicyHead):
 
     The prediction is a mapping of ``means`` `[B, D]` and ``log_stds``: `[B, D]`, or one `[D]` for all samples and
     steps. The target is the mapping of `PolicyGradient`, with ``actions`` `[B, D]`. ``log p(a)`` and the entropy are
-    sums over D; the losses and the other arguments are those of `PolicyGradient`.
+    sums over D; the losses and the other arguments are as in `PolicyGradient`.
 
     For a policy that squashes actions by tanh, pass the actions before tanh, and log_probs without the correction:
-    it cancels in r. The entropy is that of the normal distribution.
+    it cancels in r. The entropy is the normal distribution's.
 
     Related names: `Normal`, `Independent`, diagonal Gaussian policy.
 

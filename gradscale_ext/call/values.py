@@ -134,7 +134,7 @@ def _check_policy_field(entry: _Entry, field: str, head: PolicyHead, prediction:
     """Check a field of a policy gradient."""
     t = entry.values
     if field != "actions" or t.is_floating_point():
-        # A log-probability of -inf is that of an action which the other policy cannot take.
+        # An action that the other policy cannot take has a log-probability of -inf.
         wrong = ~t.isfinite() if field in ("actions", "advantages") else _invalid_logits(t)
         entry.reject(wrong, "is not finite", "find where it comes from, or mask it")
         if field in ("log_probs", "reference_log_probs") and "" in prediction and prediction[""].dim() > 1:
@@ -175,7 +175,7 @@ def _check_values(entry: _Entry, field: str, head: Head, prediction: torch.Tenso
 
 
 def _check_illegal_logits(entry: _Entry, head: Head, prediction: torch.Tensor, classes: torch.Tensor | None) -> None:
-    """Reject positive probabilities of the target where the logit is -inf. `classes` are those of the probabilities."""
+    """Reject positive probabilities of the target where the logit is -inf. `classes` have the probabilities."""
     t, logits = entry.values, prediction
     if classes is not None:
         logits = logits.gather(-1, classes.clamp(0, logits.shape[-1] - 1))
