@@ -46,6 +46,8 @@ extern "C" void logits_rows(
   Pass pass{};
   pass.heads = &head;
   pass.coefficients = &coefficients;
+  const Rows no_field{};
+  pass.fields = &no_field; // a policy's target has one tensor
   Scratch scratch(width);
   baseline::run_rows_of(pass, s, 0, rows, reinterpret_cast<float*>(scratch.data()));
 }
