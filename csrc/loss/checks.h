@@ -174,18 +174,21 @@ class Checks {
     return *pattern == '#' || *pattern == '?' ? pattern + 1 : pattern;
   }
 
-  // The sizes of letters, as far as they are known.
+  // The sizes of letters, as far as they are known; 0 for the others.
   struct Sizes {
-    int64_t of[128] = {};
+    int64_t by_letter[26] = {};
 
     explicit Sizes(const Head& head) {
-      of[int('S')] = head.has_support() ? head.support.num_bins : 0;
-      of[int('G')] = head.num_choices;
-      of[int('A')] = head.num_choices > 0 ? head.choice_ends[head.num_choices - 1] : 0;
+      of('S') = head.has_support() ? head.support.num_bins : 0;
+      of('G') = head.num_choices;
+      of('A') = head.num_choices > 0 ? head.choice_ends[head.num_choices - 1] : 0;
+    }
+    int64_t& of(char letter) {
+      return by_letter[letter - 'A'];
     }
     bool match(const std::string& letters, at::IntArrayRef sizes) {
       for (size_t i = 0; i < letters.size(); ++i) {
-        int64_t& known = of[static_cast<int>(letters[i])];
+        int64_t& known = of(letters[i]);
         known = known == 0 ? sizes[i] : known;
         if (sizes[i] < 1 || sizes[i] != known) {
           return false;

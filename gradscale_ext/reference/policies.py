@@ -14,8 +14,8 @@ Fields = dict[str, torch.Tensor]
 
 
 def log_prob(head: Any, prediction: Any, target: Fields) -> torch.Tensor:
-    """`[B]` log-probabilities of the actions; NaN for an action out of range. NaN has a gradient of NaN for all that it
-    was computed from."""
+    """`[B]` log-probabilities of the actions; NaN for an action out of range. Where it is NaN, everything that it was
+    computed from gets a gradient of NaN."""
     found = _log_prob(head, prediction, target)
     return nan_unless(~found.isnan(), found)
 
