@@ -122,8 +122,8 @@ def _with_fields(name: str, head: Head, what: str, entries: FieldEntries | None,
     fitting = [
         form
         for form in own
-        if given.keys() <= {field.name for field in fields_of(form, what)}
-        and {field.name for field in fields_of(form, what) if field.required} <= given.keys()
+        if all(any(field == known.name for known in fields_of(form, what)) for field in given)
+        and all(field.name in given for field in fields_of(form, what) if field.required)
     ]
     if fitting:
         return fitting
