@@ -24,19 +24,21 @@ def through(operator, gradient: torch.Tensor, create_graph: bool = False) -> tor
     return result.detach()
 
 
-def loss_digest(*, threads=None):
+def loss_digest(batch=64, *, threads=None):
     """Loss, metrics and gradients of MuZero's heads."""
     if threads:
         torch.set_num_threads(threads)
     heads = dict(gs.MultiStepLoss.muzero().heads)
     generator = torch.Generator().manual_seed(1)
     predictions = {
-        name: [torch.randn(64, 18 if name == "policy" else 601, generator=generator).requires_grad_() for _ in range(3)]
+        name: [
+            torch.randn(batch, 18 if name == "policy" else 601, generator=generator).requires_grad_() for _ in range(3)
+        ]
         for name in heads
     }
     targets = {
         name: [
-            torch.rand(64, 18, generator=generator) if name == "policy" else torch.randn(64, generator=generator)
+            torch.rand(batch, 18, generator=generator) if name == "policy" else torch.randn(batch, generator=generator)
             for _ in range(3)
         ]
         for name in heads

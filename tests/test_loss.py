@@ -233,6 +233,34 @@ def test_matches_the_reference(options, reduction, fused_only):
     )
 
 
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
+@pytest.mark.parametrize("reduction", ["mean", "none", "valid_mean"])
+def test_many_samples(reduction, nonfinite, fused_only):
+    """Samples are added up in blocks."""
+    batch, steps = 2500, 2
+    heads = {name: HEADS[name] for name in ("value", "policy", "distance")} | {"actor": gs.PolicyGradient()}
+    predictions, targets = arguments(batch, steps, heads={name: HEADS[name] for name in list(heads)[:3]})
+    targets["distance"][1][[3, 1024, 2499]] = math.inf
+    generator = torch.Generator().manual_seed(3)
+    normal = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
+    predictions["actor"] = normal(batch, steps, 4).requires_grad_()
+    actions = torch.randint(4, (batch, steps), generator=generator)
+    targets["actor"] = {"actions": actions, "advantages": normal(batch, steps), "log_probs": -normal(batch, steps) - 2}
+    by_sample = {
+        "step_weights": torch.rand(batch, steps, generator=generator),
+        "importance_weights": {"policy": torch.rand(batch, generator=generator)},
+        "mask": {"value": torch.rand(batch, steps, generator=generator) < 0.7},
+    }
+    for options in ({}, by_sample):
+        keywords = {"reduction": reduction, "nonfinite": nonfinite, **options}
+        compare(
+            gs.multi_step_loss(heads, predictions, targets, **keywords),
+            fused_only(heads, predictions, targets, **keywords),
+            predictions,
+            grad_output=torch.rand(batch, generator=generator).double() if reduction == "none" else None,
+        )
+
+
 def turned(given):
     """Exchange samples and steps, the first two dimensions."""
     if isinstance(given, dict):
@@ -669,10 +697,11 @@ def test_a_tensor_is_rejected_as_weight_of_a_head():
 # ---- Determinism and memory -----------------------------------------------------------------------------------------
 
 
-def test_bitwise_the_same_from_run_to_run_and_for_any_number_of_threads():
+@pytest.mark.parametrize("batch", [64, 5000])
+def test_bitwise_the_same_from_run_to_run_and_for_any_number_of_threads(batch):
     threads = torch.get_num_threads()
     try:
-        first, second, one = loss_digest(), loss_digest(), loss_digest(threads=1)
+        first, second, one = loss_digest(batch), loss_digest(batch), loss_digest(batch, threads=1)
     finally:
         torch.set_num_threads(threads)
     for a, b, c in zip(first, second, one, strict=True):

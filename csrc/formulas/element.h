@@ -145,6 +145,10 @@ struct Slab {
   // Stores `count` rows from row `first` on.
   template <class A>
   void store(int64_t first, int64_t count, const A* values) const {
+    if (stride == 1 && is_double == std::is_same_v<A, double>) {
+      memcpy(from(first).data, values, count * sizeof(A));
+      return;
+    }
     for (int64_t i = 0; i < count; ++i) {
       store(first + i, static_cast<double>(values[i]));
     }

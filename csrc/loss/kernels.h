@@ -99,6 +99,17 @@ struct alignas(16) HeadSums {
   double largest_logit;  // the maximum, not a sum
   double divergence;     // of unmasked entries, from the policy that chose the actions
   double clipped;        // the number of unmasked entries whose ratio is clipped
+
+  GRADSCALE_HOST_DEVICE void add(const HeadSums& other) {
+    losses += other.losses;
+    unmasked += other.unmasked;
+    share += other.share;
+    weighted_share += other.weighted_share;
+    squares += other.squares;
+    largest_logit = other.largest_logit > largest_logit ? other.largest_logit : largest_logit;
+    divergence += other.divergence;
+    clipped += other.clipped;
+  }
 };
 
 // The rows of a segment with fields, in Pass::fields from Segment::first_field on. The first field of a target is
@@ -242,6 +253,13 @@ struct Pass {
   // The factor of a row, on a CPU.
   GRADSCALE_HOST_DEVICE RowFactor row_factor(const Segment& s, int64_t row) const {
     return coefficients[s.head - heads].row_factor(s, row, grad_output);
+  }
+  // True if all rows of a segment are unmasked and have the same factor.
+  bool has_common_factor(const Segment& s) const {
+    const Coefficients& c = coefficients[s.head - heads];
+    const bool has_tensor = c.step_weights.values.data != nullptr || c.step_gradient_scale.values.data != nullptr ||
+                            c.importance_weights.values.data != nullptr || c.mask.data != nullptr;
+    return !has_tensor && (grad_output.data == nullptr || grad_output.stride == 0);
   }
   // Sets the gradients of a row to 0, on a CPU.
   void clear_gradients(const Segment& s, int64_t row) const {

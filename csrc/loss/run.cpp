@@ -71,150 +71,210 @@ void run_rows(const Pass& pass) {
   });
 }
 
-// A sample of a head.
-struct SampleOfHead {
-  double weighted;  // its share of the reduced loss, without importance weight and head weight
-  bool has_entries; // true if an entry is unmasked
+// The sums of a block of samples.
+struct BlockSums {
+  std::vector<HeadSums> heads;
+  LossSums total{0, 0};
 };
 
-// Adds a head's losses, weighted and summed over its steps, to the loss of each sample, and stores its samples in
-// `own`. Sets the sums of the head's unmasked losses. `segments` are the segments of this head.
+// A block of samples. Sums are computed within each block in a fixed order, and then over the blocks.
 template <class T>
-void add_head(
-    const Pass& pass,
-    const Head& head,
-    const Coefficients& coefficients,
-    const Segment* segments,
-    double* samples,
-    SampleOfHead* own,
-    HeadSums& sums) {
-  const int64_t steps = pass.steps_of(head);
-  const auto has_weight = [](const Segment& segment) { return segment.step_weight != 1; };
-  const bool plain = coefficients.mask.data == nullptr && coefficients.step_weights.values.data == nullptr &&
-                     std::none_of(segments, segments + steps, has_weight);
-  const T* losses = static_cast<const T*>(segments->loss.data); // the steps of a sample are adjacent
-  const double head_weight = coefficients.head_weight();
-  double head_sum = 0;
-  int64_t count = plain ? pass.batch * steps : 0;
-  for (int64_t b = 0; b < pass.batch; ++b, losses += steps) {
-    double sample_sum = 0;
-    double weighted_sum = 0;
-    const int64_t count_before = plain ? -1 : count;
+class BlockOfSamples {
+ public:
+  static constexpr int64_t kSamples = 1024; // their losses and shares stay in the cache
+
+  BlockOfSamples(const Pass& pass, int64_t index, BlockSums& sums)
+      : pass_(pass),
+        first_(index * kSamples),
+        count_(std::min(kSamples, pass.batch - first_)),
+        sums_(sums),
+        losses_(count_, 0.0),
+        by_head_(pass.num_heads * count_) {
+  }
+
+  // Stores the loss L_b of each sample, and adds up everything else.
+  void run() {
+    sums_.heads.resize(pass_.num_heads);
+    const Segment* segments = pass_.segments;
+    for (int64_t h = 0; h < pass_.num_heads; ++h) {
+      add_head(h, segments);
+      segments += pass_.steps_of(pass_.heads[h]);
+    }
+    store_samples();
+    add_shares();
+    segments = pass_.segments;
+    for (int64_t h = 0; h < pass_.num_heads; ++h) {
+      add_metrics(segments, pass_.steps_of(pass_.heads[h]), sums_.heads[h]);
+      if (pass_.coefficients[h].approx_kl.data != nullptr) {
+        add_policy(h, segments);
+      }
+      segments += pass_.steps_of(pass_.heads[h]);
+    }
+  }
+
+ private:
+  // A sample of a head.
+  struct SampleOfHead {
+    double weighted;  // its share of the reduced loss, without importance weight and head weight
+    bool has_entries; // true if an entry is unmasked
+  };
+
+  bool is_finite(int64_t b) const { // as the user reads it
+    return std::isfinite(static_cast<T>(losses_[b]));
+  }
+
+  // Adds a head's losses, weighted and summed over its steps, to the loss of each sample. `segments` are the segments
+  // of this head, as below.
+  void add_head(int64_t h, const Segment* segments) {
+    const Head& head = pass_.heads[h];
+    const Coefficients& coefficients = pass_.coefficients[h];
+    const int64_t steps = pass_.steps_of(head);
+    const auto has_weight = [](const Segment& segment) { return segment.step_weight != 1; };
+    const bool plain = coefficients.mask.data == nullptr && coefficients.step_weights.values.data == nullptr &&
+                       std::none_of(segments, segments + steps, has_weight);
+    const T* losses = static_cast<const T*>(segments->loss.data) + first_ * steps; // the steps of a sample are adjacent
+    const double head_weight = coefficients.head_weight();
+    double head_sum = 0;
+    int64_t entries = plain ? count_ * steps : 0;
+    for (int64_t b = 0; b < count_; ++b, losses += steps) {
+      double sample_sum = 0;
+      double weighted_sum = 0;
+      const int64_t entries_before = plain ? -1 : entries;
+      for (int64_t t = 0; t < steps; ++t) {
+        if (plain) {
+          sample_sum += losses[t];
+        } else if (coefficients.mask.includes(first_ + b, segments[t].step)) {
+          sample_sum += losses[t];
+          weighted_sum += coefficients.step_weight(segments[t], first_ + b) * losses[t];
+          ++entries;
+        }
+      }
+      weighted_sum = plain ? sample_sum : weighted_sum;
+      head_sum += sample_sum;
+      const bool has_entries = entries != entries_before;
+      by_head_[h * count_ + b] = {coefficients.factor * weighted_sum, has_entries};
+      losses_[b] += has_entries ? head.weight * head_weight * weighted_sum : 0.0;
+    }
+    sums_.heads[h].losses = head_sum;
+    sums_.heads[h].unmasked = static_cast<double>(entries);
+  }
+
+  void store_samples() {
+    pass_.per_sample.store(first_, count_, losses_.data());
+    for (int64_t b = 0; b < count_; ++b) {
+      if (is_finite(b)) {
+        continue;
+      }
+      sums_.total.nonfinite += 1;
+      for (int64_t s = 0; s < pass_.num_segments && pass_.skips_nonfinite; ++s) {
+        pass_.segments[s].metrics[first_ + b].gradient_square = 0;
+        pass_.clear_gradients(pass_.segments[s], first_ + b);
+      }
+    }
+  }
+
+  // Adds up the part of each sample in the loss of the call.
+  void add_shares() {
+    std::vector<double> parts(count_, 0.0), weights(count_), shares(count_);
+    for (int64_t h = 0; h < pass_.num_heads; ++h) {
+      const Coefficients& coefficients = pass_.coefficients[h];
+      const StepWeight importance = coefficients.importance_weights;
+      for (int64_t b = 0; b < count_; ++b) {
+        weights[b] = importance.at(first_ + b, 0);
+      }
+      const double head_weight = coefficients.head_weight();
+      const SampleOfHead* own = by_head_.data() + h * count_;
+      double sum = 0, weighted_sum = 0;
+#pragma omp simd reduction(+ : sum, weighted_sum)
+      for (int64_t b = 0; b < count_; ++b) {
+        // A sample without unmasked entries adds 0, also if a weight is not finite.
+        const bool counts = own[b].has_entries && (!pass_.skips_nonfinite || is_finite(b));
+        const double share = counts ? weights[b] * own[b].weighted : 0.0;
+        const double weighted_share = counts ? head_weight * share : 0.0;
+        sum += share;
+        weighted_sum += weighted_share;
+        shares[b] = share;
+        parts[b] += weighted_share;
+      }
+      sums_.heads[h].share = sum;
+      sums_.heads[h].weighted_share = weighted_sum;
+      if (pass_.each_sample && coefficients.share.data != nullptr) {
+        coefficients.share.store(first_, count_, shares.data());
+      }
+    }
+    if (pass_.each_sample) {
+      pass_.loss.store(first_, count_, parts.data());
+    } else {
+      sums_.total.loss = std::accumulate(parts.begin(), parts.end(), 0.0);
+    }
+  }
+
+  // Adds up the squares of a head's gradient, and finds its largest logit.
+  void add_metrics(const Segment* segments, int64_t steps, HeadSums& sums) const {
+    double squares = 0, largest = 0;
     for (int64_t t = 0; t < steps; ++t) {
-      if (plain) {
-        sample_sum += losses[t];
-      } else if (coefficients.mask.includes(b, segments[t].step)) {
-        sample_sum += losses[t];
-        weighted_sum += coefficients.step_weight(segments[t], b) * losses[t];
-        ++count;
-      }
-    }
-    weighted_sum = plain ? sample_sum : weighted_sum;
-    head_sum += sample_sum;
-    own[b] = {coefficients.factor * weighted_sum, count != count_before};
-    samples[b] += own[b].has_entries ? head.weight * head_weight * weighted_sum : 0.0;
-  }
-  sums.losses = head_sum;
-  sums.unmasked = static_cast<double>(count);
-}
-
-void clear_gradients(const Pass& pass, int64_t sample) {
-  for (int64_t s = 0; s < pass.num_segments; ++s) {
-    pass.segments[s].metrics[sample].gradient_square = 0;
-    pass.clear_gradients(pass.segments[s], sample);
-  }
-}
-
-// Sets the sum of squares of a head's gradient, and its largest logit. `segments` are the segments of this head.
-void add_metrics(const Pass& pass, const Segment* segments, int64_t steps, HeadSums& sums) {
-  double squares = 0, largest = 0;
-  for (int64_t t = 0; t < steps; ++t) {
-    const RowMetrics* rows = segments[t].metrics;
+      const RowMetrics* rows = segments[t].metrics + first_;
 #pragma omp simd reduction(+ : squares) reduction(max : largest)
-    for (int64_t b = 0; b < pass.batch; ++b) {
-      squares += rows[b].gradient_square;
-      largest = rows[b].largest_logit > largest ? rows[b].largest_logit : largest;
-    }
-  }
-  sums.squares = squares;
-  sums.largest_logit = largest;
-}
-
-// Adds up the differences of a policy from the one that chose the actions. `segments` are the segments of this head.
-template <class T>
-void add_policy(
-    const Pass& pass, const Head& head, const Coefficients& coefficients, const Segment* segments, HeadSums& sums) {
-  for (int64_t t = 0; t < pass.steps_of(head); ++t) {
-    const auto* rows = static_cast<const typename PolicyScore<T>::Difference*>(
-        pass.fields[segments[t].first_field + kDifferences].data);
-    for (int64_t b = 0; b < pass.batch; ++b) {
-      if (coefficients.mask.includes(b, segments[t].step)) {
-        sums.divergence += rows[b].divergence;
-        sums.clipped += rows[b].clipped;
+      for (int64_t b = 0; b < count_; ++b) {
+        squares += rows[b].gradient_square;
+        largest = rows[b].largest_logit > largest ? rows[b].largest_logit : largest;
       }
     }
+    sums.squares = squares;
+    sums.largest_logit = largest;
   }
-}
+
+  // Adds up the differences of a policy from the one that chose the actions.
+  void add_policy(int64_t h, const Segment* segments) {
+    const StepMask& mask = pass_.coefficients[h].mask;
+    double divergence = 0, clipped = 0;
+    for (int64_t t = 0; t < pass_.steps_of(pass_.heads[h]); ++t) {
+      const auto* rows = static_cast<const typename PolicyScore<T>::Difference*>(
+          pass_.fields[segments[t].first_field + kDifferences].data);
+#pragma omp simd reduction(+ : divergence, clipped)
+      for (int64_t b = first_; b < first_ + count_; ++b) {
+        const bool counts = mask.includes(b, segments[t].step);
+        divergence += counts ? rows[b].divergence : T(0);
+        clipped += counts ? rows[b].clipped : T(0);
+      }
+    }
+    sums_.heads[h].divergence = divergence;
+    sums_.heads[h].clipped = clipped;
+  }
+
+  const Pass& pass_;
+  const int64_t first_, count_;
+  BlockSums& sums_;
+  std::vector<double> losses_;        // L_b
+  std::vector<SampleOfHead> by_head_; // [heads, samples]
+};
 
 // Stores the loss L_b of each sample, the loss of the call, the means and shares of the heads, and the number of
-// samples whose loss is not finite. Sums are computed in a fixed order.
+// samples whose loss is not finite.
 template <class T>
 void reduce(const Pass& pass) {
-  std::vector<double> samples(pass.batch, 0.0);                   // L_b
-  std::vector<SampleOfHead> by_head(pass.num_heads * pass.batch); // [heads, batch]
-  std::vector<HeadSums> sums(pass.num_heads);
-  const Segment* segments = pass.segments;
-  for (int64_t h = 0; h < pass.num_heads; ++h) {
-    const Head& head = pass.heads[h];
-    SampleOfHead* own = by_head.data() + h * pass.batch;
-    add_head<T>(pass, head, pass.coefficients[h], segments, samples.data(), own, sums[h]);
-    segments += pass.steps_of(head);
-  }
-  const auto is_finite = [&](int64_t b) { return std::isfinite(static_cast<T>(samples[b])); }; // as the user reads it
-  int64_t num_nonfinite = 0;
-  for (int64_t b = 0; b < pass.batch; ++b) {
-    pass.per_sample.store(b, samples[b]);
-    num_nonfinite += is_finite(b) ? 0 : 1;
-    if (pass.skips_nonfinite && !is_finite(b)) {
-      clear_gradients(pass, b);
+  constexpr int64_t kSamples = BlockOfSamples<T>::kSamples;
+  std::vector<BlockSums> blocks(std::max<int64_t>(1, (pass.batch + kSamples - 1) / kSamples));
+  at::parallel_for(0, static_cast<int64_t>(blocks.size()), 4, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      BlockOfSamples<T>(pass, i, blocks[i]).run();
+    }
+  });
+  BlockSums& sums = blocks[0];
+  for (size_t i = 1; i < blocks.size(); ++i) {
+    sums.total.loss += blocks[i].total.loss;
+    sums.total.nonfinite += blocks[i].total.nonfinite;
+    for (int64_t h = 0; h < pass.num_heads; ++h) {
+      sums.heads[h].add(blocks[i].heads[h]);
     }
   }
-  std::vector<double> contributions(pass.batch, 0.0); // of the samples to the loss of the call
+  if (!pass.each_sample) {
+    pass.loss.store(0, sums.total.loss);
+  }
   for (int64_t h = 0; h < pass.num_heads; ++h) {
-    const Coefficients& coefficients = pass.coefficients[h];
-    const StepWeight importance = coefficients.importance_weights;
-    const double head_weight = coefficients.head_weight();
-    const SampleOfHead* own = by_head.data() + h * pass.batch;
-    for (int64_t b = 0; b < pass.batch; ++b) {
-      const double weight = importance.at(b, 0);
-      // A sample without unmasked entries adds 0, also if a weight is not finite.
-      const bool counts = own[b].has_entries && !(pass.skips_nonfinite && !is_finite(b));
-      const double share = counts ? weight * own[b].weighted : 0.0;
-      const double weighted_share = counts ? head_weight * share : 0.0;
-      sums[h].share += share;
-      sums[h].weighted_share += weighted_share;
-      contributions[b] += weighted_share;
-      if (pass.each_sample && coefficients.share.data != nullptr) {
-        coefficients.share.store(b, share);
-      }
-    }
+    pass.store_head(h, pass.coefficients[h], sums.heads[h]);
   }
-  if (pass.each_sample) {
-    pass.loss.store(0, pass.batch, contributions.data());
-  } else {
-    pass.loss.store(0, std::accumulate(contributions.begin(), contributions.end(), 0.0));
-  }
-  segments = pass.segments;
-  for (int64_t h = 0; h < pass.num_heads; ++h) {
-    const int64_t steps = pass.steps_of(pass.heads[h]);
-    add_metrics(pass, segments, steps, sums[h]);
-    if (pass.coefficients[h].approx_kl.data != nullptr) {
-      add_policy<T>(pass, pass.heads[h], pass.coefficients[h], segments, sums[h]);
-    }
-    pass.store_head(h, pass.coefficients[h], sums[h]);
-    segments += steps;
-  }
-  *pass.num_nonfinite = num_nonfinite;
+  *pass.num_nonfinite = static_cast<int64_t>(sums.total.nonfinite);
 }
 
 } // namespace

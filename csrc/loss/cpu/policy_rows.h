@@ -83,16 +83,24 @@ void score_rows(
 // Writes one number of each row's gradient, multiplied by the row's coefficient.
 template <class A>
 void write_scalars(const Segment& s, const RowBatch& row_batch, const A* gradients) {
-  for (int64_t i = 0; i < row_batch.count; ++i) {
-    const A value = gradients[i] * static_cast<A>(row_batch.coefficients[i]);
-    s.metrics[row_batch.first + i] = {s.gradient.data == nullptr ? 0 : squared(value), 0};
-    dispatch_rows<A>(s.gradient, [&](auto type) {
-      using G = decltype(type);
-      if (s.gradient.data != nullptr) {
-        static_cast<G*>(s.gradient.data)[(row_batch.first + i) * s.gradient.stride] = from_accumulate<G, A>(value);
-      }
-    });
+  A values[kLanes];
+#pragma omp simd
+  for (int64_t i = 0; i < kLanes; ++i) {
+    values[i] = gradients[i] * static_cast<A>(row_batch.coefficients[i]);
   }
+  for (int64_t i = 0; i < row_batch.count; ++i) {
+    s.metrics[row_batch.first + i] = {s.gradient.data == nullptr ? 0 : squared(values[i]), 0};
+  }
+  if (s.gradient.data == nullptr) {
+    return;
+  }
+  dispatch_rows<A>(s.gradient, [&](auto type) {
+    using G = decltype(type);
+    G* to = static_cast<G*>(s.gradient.data) + row_batch.first * s.gradient.stride;
+    for (int64_t i = 0; i < row_batch.count; ++i) {
+      to[i * s.gradient.stride] = from_accumulate<G, A>(values[i]);
+    }
+  });
 }
 
 // ---- Values ---------------------------------------------------------------------------------------------------------

@@ -44,11 +44,12 @@ inline void clear_row(const Pass& pass, const Segment& s, int64_t row) {
   pass.clear_gradients(s, row);
 }
 
-// The row batch that begins with row `first`, of up to 16 rows before row `end`.
-inline RowBatch row_batch_of(const Pass& pass, const Segment& s, int64_t first, int64_t end) {
+// The row batch that begins with row `first`, of up to 16 rows before row `end`. `common` is the factor of all rows;
+// null if each has its own.
+inline RowBatch row_batch_of(const Pass& pass, const Segment& s, int64_t first, int64_t end, const RowFactor* common) {
   RowBatch row_batch{first, end - first < kLanes ? end - first : kLanes, {}, {}};
   for (int64_t i = 0; i < row_batch.count; ++i) {
-    const RowFactor factor = pass.row_factor(s, first + i);
+    const RowFactor factor = common != nullptr ? *common : pass.row_factor(s, first + i);
     row_batch.unmasked[i] = factor.counts;
     row_batch.coefficients[i] = factor.counts ? factor.coefficient : 0.0;
   }
@@ -67,10 +68,14 @@ inline void clear_masked(const Pass& pass, const Segment& s, const RowBatch& row
 // metrics and gradient are 0 whatever it holds, and only its detail, which does not depend on its target, is kept.
 template <class Run>
 void each_row_batch(const Pass& pass, const Segment& s, int64_t begin, int64_t end, Run run) {
+  const bool is_common = pass.has_common_factor(s);
+  const RowFactor common = pass.row_factor(s, begin);
   for (int64_t first = begin; first < end; first += kLanes) {
-    const RowBatch row_batch = row_batch_of(pass, s, first, end);
+    const RowBatch row_batch = row_batch_of(pass, s, first, end, is_common ? &common : nullptr);
     run(row_batch);
-    clear_masked(pass, s, row_batch);
+    if (!is_common) {
+      clear_masked(pass, s, row_batch);
+    }
   }
 }
 

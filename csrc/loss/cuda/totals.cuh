@@ -27,17 +27,6 @@ struct SetSums {
   unsigned nonfinite;
 };
 
-GRADSCALE_DEVICE void add(HeadSums& sums, const HeadSums& other) {
-  sums.losses += other.losses;
-  sums.unmasked += other.unmasked;
-  sums.share += other.share;
-  sums.weighted_share += other.weighted_share;
-  sums.squares += other.squares;
-  sums.largest_logit = larger(sums.largest_logit, other.largest_logit);
-  sums.divergence += other.divergence;
-  sums.clipped += other.clipped;
-}
-
 // The sums over the lanes of a warp.
 GRADSCALE_DEVICE HeadSums over_lanes(const HeadSums& own, bool has_old_policy) {
   const Team warp = warp_team();
@@ -138,7 +127,7 @@ class BlockOfSamples {
         HeadSums sums = parts_[threadIdx.x];
 #pragma unroll 1
         for (int i = 1; i < num_sets_; ++i) {
-          add(sums, parts_[threadIdx.x + 32 * num_parts_ * i]);
+          sums.add(parts_[threadIdx.x + 32 * num_parts_ * i]);
         }
         sums = over_lanes(sums, pass_.has_old_policy);
         if (lane_ == 0) {
@@ -189,7 +178,7 @@ class BlockOfSamples {
     const Coefficients& c = coefficients_of(h);
     HeadSums& sums = parts_[threadIdx.x];
     for (int p = num_parts_ - 1; p > 0; --p) {
-      add(sums, parts_[threadIdx.x - 32 * p]);
+      sums.add(parts_[threadIdx.x - 32 * p]);
     }
     const double weighted = sums.weighted_share, head_weight = c.head_weight();
     // A sample without unmasked entries adds 0, also if a weight is not finite.
@@ -276,14 +265,14 @@ class BlockOfSamples {
       HeadSums sums{};
 #pragma unroll 2
       for (unsigned b = 32 * part + lane_; h < num_heads_ && b < gridDim.x; b += 32 * warps_per_head_) {
-        add(sums, partial(b, h));
+        sums.add(partial(b, h));
       }
       parts_[threadIdx.x] = sums;
       __syncthreads();
       if (part == 0 && h < num_heads_) {
 #pragma unroll 1
         for (int i = 1; i < warps_per_head_; ++i) {
-          add(sums, parts_[threadIdx.x + 32 * i]);
+          sums.add(parts_[threadIdx.x + 32 * i]);
         }
         sums = over_lanes(sums, pass_.has_old_policy);
         if (lane_ == 0) {
