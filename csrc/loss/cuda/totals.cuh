@@ -149,7 +149,7 @@ class BlockOfSamples {
       const auto row = load16<RowMetrics>(s.metrics + sample_);
       const double weight = c.step_weight(s, sample_);
       const bool is_unmasked = c.mask.includes(sample_, s.step);
-      add(sums,
+      sums.add(
           {is_unmasked ? loss : 0,
            is_unmasked ? 1.0 : 0.0,
            0,
