@@ -209,7 +209,7 @@ bool Call::has_logits(size_t h) const {
 
 void Call::make_outputs() {
   const auto num_heads = static_cast<int64_t>(heads->size());
-  outputs.per_sample = empty_tensor({batch}, sum_options);
+  outputs.per_sample = empty_large({batch}, sum_options);
   const auto make_loss = [&] {
     return reduction == Reduction::none ? empty_tensor({batch}, sum_options) : empty_tensor({}, sum_options);
   };
@@ -230,10 +230,10 @@ void Call::make_outputs() {
     outputs.shares.push_back(head_weights[h].wants_gradient ? make_loss() : at::Tensor());
     segments += num_steps - (*heads)[h].first_step;
   }
-  metrics = empty_tensor({segments, batch, 2}, sum_options.dtype(at::kDouble));
+  metrics = empty_large({segments, batch, 2}, sum_options.dtype(at::kDouble));
   for (size_t h = 0; h < heads->size() && !differences.defined(); ++h) {
     if (has_old_policy(h)) {
-      differences = empty_tensor({segments, batch, 2}, sum_options);
+      differences = empty_large({segments, batch, 2}, sum_options);
     }
   }
   if (on_device && nonfinite == Nonfinite::skip) {
@@ -260,9 +260,9 @@ bool Call::counts_on_device(size_t head) const {
 at::Tensor Call::make_entries(size_t head) const {
   const int64_t head_steps = num_steps - (*heads)[head].first_step;
   if (!steps) {
-    return empty_tensor({batch}, sum_options);
+    return empty_large({batch}, sum_options);
   }
-  return batch_first ? empty_tensor({batch, head_steps}, sum_options)
+  return batch_first ? empty_large({batch, head_steps}, sum_options)
                      : at::empty_strided({head_steps, batch}, {1, head_steps}, sum_options);
 }
 
@@ -271,7 +271,7 @@ void Call::make_gradients() {
   gradients.resize(wants.size());
   each_prediction([&](const Entries&, const at::Tensor& tensor, size_t index) {
     if (wants[index]) {
-      gradients[index] = empty_gradient(tensor.sizes(), sum_options.dtype(tensor.scalar_type()));
+      gradients[index] = empty_pooled(tensor.sizes(), sum_options.dtype(tensor.scalar_type()));
     }
   });
 }
@@ -495,9 +495,10 @@ void Call::correct_norms() {
     if (!last.shared || !gradients[last.first].defined()) {
       continue;
     }
-    const at::Tensor total = gradients[last.first].flatten(0, -2).sum(0, /*keepdim=*/false, at::kDouble);
+    const at::Tensor total =
+        gradients[last.first].flatten(0, -2).sum(0, /*keepdim=*/false, sum_options.dtype().toScalarType());
     at::Tensor norm = outputs.head_gradient_norms.select(0, static_cast<int64_t>(h));
-    norm.copy_(at::hypot(norm.to(at::kDouble), at::linalg_vector_norm(total)));
+    norm.copy_(at::hypot(norm, at::linalg_vector_norm(total)));
   }
 }
 

@@ -172,7 +172,7 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const c10::Device device = given[kPredictions].toTensorVector().at(0).device();
   begin_pooled_call(device);
   for (JoinedGradients& joined : layout.joined) {
-    joined.data = empty_gradient({joined.size.expect_int()}, at::TensorOptions(device).dtype(joined.data_type()));
+    joined.data = empty_pooled({joined.size.expect_int()}, at::TensorOptions(device).dtype(joined.data_type()));
   }
   call.gradients.resize(call.wants.size());
   for (const Gradient& gradient : layout.gradients) {

@@ -1,5 +1,6 @@
 // Runs a pass on a CPU.
 #include "../cpu/scratch.h"
+#include "../formulas/weighted_sum.h"
 #include "call.h"
 
 #include <ATen/Parallel.h>
@@ -113,12 +114,6 @@ class BlockOfSamples {
   }
 
  private:
-  // A sample of a head.
-  struct SampleOfHead {
-    double weighted;  // its share of the reduced loss, without importance weight and head weight
-    bool has_entries; // true if an entry is unmasked
-  };
-
   bool is_finite(int64_t b) const { // as the user reads it
     return std::isfinite(static_cast<T>(losses_[b]));
   }
@@ -134,29 +129,22 @@ class BlockOfSamples {
                        std::none_of(segments, segments + steps, has_weight);
     const T* losses = static_cast<const T*>(segments->loss.data) + first_ * steps; // the steps of a sample are adjacent
     const double head_weight = coefficients.head_weight();
-    double head_sum = 0;
-    int64_t entries = plain ? count_ * steps : 0;
+    HeadSums& sums = sums_.heads[h];
     for (int64_t b = 0; b < count_; ++b, losses += steps) {
-      double sample_sum = 0;
-      double weighted_sum = 0;
-      const int64_t entries_before = plain ? -1 : entries;
+      StepSums own{0, 0, 0};
       for (int64_t t = 0; t < steps; ++t) {
         if (plain) {
-          sample_sum += losses[t];
-        } else if (coefficients.mask.includes(first_ + b, segments[t].step)) {
-          sample_sum += losses[t];
-          weighted_sum += coefficients.step_weight(segments[t], first_ + b) * losses[t];
-          ++entries;
+          own.add(true, losses[t], 1);
+        } else {
+          const bool is_unmasked = coefficients.mask.includes(first_ + b, segments[t].step);
+          own.add(is_unmasked, losses[t], coefficients.step_weight(segments[t], first_ + b));
         }
       }
-      weighted_sum = plain ? sample_sum : weighted_sum;
-      head_sum += sample_sum;
-      const bool has_entries = entries != entries_before;
-      by_head_[h * count_ + b] = {coefficients.factor * weighted_sum, has_entries};
-      losses_[b] += has_entries ? head.weight * head_weight * weighted_sum : 0.0;
+      sums.losses += own.losses;
+      sums.unmasked += own.unmasked;
+      losses_[b] += own.loss(head.weight, head_weight);
+      by_head_[h * count_ + b] = own;
     }
-    sums_.heads[h].losses = head_sum;
-    sums_.heads[h].unmasked = static_cast<double>(entries);
   }
 
   void store_samples() {
@@ -183,14 +171,13 @@ class BlockOfSamples {
         weights[b] = importance.at(first_ + b, 0);
       }
       const double head_weight = coefficients.head_weight();
-      const SampleOfHead* own = by_head_.data() + h * count_;
+      const StepSums* own = by_head_.data() + h * count_;
       double sum = 0, weighted_sum = 0;
 #pragma omp simd reduction(+ : sum, weighted_sum)
       for (int64_t b = 0; b < count_; ++b) {
-        // A sample without unmasked entries adds 0, also if a weight is not finite.
-        const bool counts = own[b].has_entries && (!pass_.skips_nonfinite || is_finite(b));
-        const double share = counts ? weights[b] * own[b].weighted : 0.0;
-        const double weighted_share = counts ? head_weight * share : 0.0;
+        const bool counts = !pass_.skips_nonfinite || is_finite(b);
+        const double share = counts ? own[b].share(weights[b], coefficients.factor) : 0;
+        const double weighted_share = counts ? own[b].weighted_share(share, head_weight) : 0;
         sum += share;
         weighted_sum += weighted_share;
         shares[b] = share;
@@ -245,8 +232,8 @@ class BlockOfSamples {
   const Pass& pass_;
   const int64_t first_, count_;
   BlockSums& sums_;
-  std::vector<double> losses_;        // L_b
-  std::vector<SampleOfHead> by_head_; // [heads, samples]
+  std::vector<double> losses_;    // L_b
+  std::vector<StepSums> by_head_; // [heads, samples]
 };
 
 // Stores the loss L_b of each sample, the loss of the call, the means and shares of the heads, and the number of

@@ -57,13 +57,6 @@ ReturnsOutput output_of(const at::Tensor& tensor, bool batch_first) {
   return {tensor.mutable_data_ptr(), {tensor.stride(1 - step), tensor.stride(step)}};
 }
 
-// True if results of `count` numbers take pooled memory: on a CPU, the first touch of many fresh pages takes longer
-// than the computation.
-bool is_pooled(const at::TensorOptions& options, const c10::SymInt& count) {
-  constexpr int64_t kLarge = 1 << 20; // bytes
-  return options.device().is_cpu() && count.expect_int() * static_cast<int64_t>(options.dtype().itemsize()) >= kLarge;
-}
-
 // Makes a contiguous result [B, steps]. On the meta device, as for tracers, sizes may be symbols.
 at::Tensor make_result(
     const c10::SymInt& rows, const c10::SymInt& steps, bool batch_first, const at::TensorOptions& options) {
@@ -72,7 +65,7 @@ at::Tensor make_result(
   }
   const int64_t num_rows = rows.expect_int(), num_steps = steps.expect_int();
   const std::array<int64_t, 2> sizes{batch_first ? num_rows : num_steps, batch_first ? num_steps : num_rows};
-  return is_pooled(options, num_rows * num_steps) ? empty_gradient(sizes, options) : empty_tensor(sizes, options);
+  return empty_large(sizes, options);
 }
 
 // The coefficient on this device.
@@ -308,7 +301,7 @@ Results make_results(
   const int64_t num_results = kFunctions[linear.formula].num_results;
   // The third result of a function is a number of steps, as n-step transitions return it.
   const at::TensorOptions third_options = linear.is_adjoint ? options : options.dtype(at::kLong);
-  if (is_pooled(num_results == 3 ? third_options : options, rows * steps)) {
+  if (is_large(num_results == 3 ? third_options : options, rows * steps)) {
     begin_pooled_call(options.device());
   }
   Results results;
@@ -433,7 +426,7 @@ std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows) {
   const at::ScalarType dtype =
       result_dtype({&windows.rewards, &windows.root_values, &windows.root_reward, &windows.discounts});
   const c10::SymInt rows = windows.rewards.sym_size(1 - step), steps = windows.num_unroll_steps;
-  if (is_pooled(options.dtype(dtype), rows * (steps + 1))) {
+  if (is_large(options.dtype(dtype), rows * (steps + 1))) {
     begin_pooled_call(device);
   }
   const auto make = [&](const c10::SymInt& num_steps, at::ScalarType type) {

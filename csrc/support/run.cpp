@@ -145,7 +145,7 @@ at::Tensor gradient_of(const at::Tensor& logits, const at::Tensor& grad_output, 
       std::all_of(grad_rows.strides().begin(), grad_rows.strides().end(), [](int64_t stride) { return stride == 0; });
   grad_rows = is_one ? grad_rows : grad_rows.contiguous();
   begin_pooled_call(rows.device());
-  const at::Tensor gradient = empty_gradient(rows.sizes(), rows.options());
+  const at::Tensor gradient = empty_pooled(rows.sizes(), rows.options());
   Decoding decoding = decoding_of(rows, support);
   decoding.gradient = {gradient.mutable_data_ptr(), support.num_bins, element_of(rows)};
   decoding.grad_output = {grad_rows.mutable_data_ptr(), is_one ? 0 : 1, grad_rows.scalar_type() == at::kDouble};

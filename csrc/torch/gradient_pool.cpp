@@ -138,13 +138,22 @@ void begin_pooled_call(c10::Device device) {
   }
 }
 
-at::Tensor empty_gradient(at::IntArrayRef sizes, const at::TensorOptions& options) {
+at::Tensor empty_pooled(at::IntArrayRef sizes, const at::TensorOptions& options) {
   if (!options.device().is_cpu()) {
     return empty_tensor(sizes, options);
   }
   const at::ScalarType dtype = options.dtype().toScalarType();
   return at::detail::empty_generic(
       sizes, &GradientPool::get(), c10::DispatchKeySet(c10::DispatchKey::CPU), dtype, std::nullopt);
+}
+
+bool is_large(const at::TensorOptions& options, const c10::SymInt& count) {
+  constexpr int64_t kLarge = 1 << 18; // bytes
+  return options.device().is_cpu() && count.expect_int() * static_cast<int64_t>(options.dtype().itemsize()) >= kLarge;
+}
+
+at::Tensor empty_large(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  return is_large(options, c10::multiply_integers(sizes)) ? empty_pooled(sizes, options) : empty_tensor(sizes, options);
 }
 
 int64_t release_gradient_pool() {

@@ -177,22 +177,23 @@ def _cases_of(dtype: torch.dtype) -> list[Case]:
     policy = gs.SoftCrossEntropy()
     # Budgets of rows contain what it costs that the order of a row's operations does not depend on its alignment: one
     # addition per element for an exact moment, about 25 instructions for a row of 601. One to seven instructions of a
-    # row go to its maximum and the address of its gradient, which do not stay in registers: sm_120 spilled them.
+    # row go to its maximum and the address of its gradient, which do not stay in registers: sm_120 spilled them. A part
+    # of one asks whether the head has a second gradient.
     return [
-        loss("TwoHot", gs.TwoHot(support), 601, 289, 324, usual=630),
+        loss("TwoHot", gs.TwoHot(support), 601, 290, 324, usual=635),
         of(
             "TwoHot 601 with gradient, stacked",
             partial(_loss, stacked=True),
             gs.TwoHot(support),
             601,
-            budget=289 if fp32 else 324,
+            budget=290 if fp32 else 324,
             batch=512,
         ),
-        loss("HLGauss", gs.HLGauss(support), 601, 328, 364, usual=815),
+        loss("HLGauss", gs.HLGauss(support), 601, 329, 364, usual=815),
         two_hot(255, 147, 154),
         loss("TwoHot, raw,", gs.TwoHot(raw), 255, 189, 195, issue=0.7 if fp32 else 0.9),
         # A row of 101 16-bit logits has few bytes for its number of shuffles.
-        two_hot(101, 90, 107, issue=0.7 if fp32 else 1.15, in_flight=30_000 if fp32 else 27_000),
+        two_hot(101, 91, 107, issue=0.7 if fp32 else 1.15, in_flight=30_000 if fp32 else 27_000),
         *([two_hot(21, 28, 28, batch=2048)] if fp32 else []),
         loss("policy", policy, 18, 22.5, 22.7, batch=2048),
         loss("policy", policy, 82, 94, 97, batch=1024),
@@ -305,12 +306,13 @@ def _muzero_targets(batch: int, by_row: bool = False) -> tuple[Call, float]:
 
 def _policy_cases() -> list[Case]:
     """PPO with a value, forward pass with gradients, fp32. A row has its logits and their gradients, an int64 action,
-    three numbers of the policy and four of the value, and stores five results and two pairs of metrics.
+    three numbers of the policy and four of the value, and stores five results and two pairs of metrics. Rows so short
+    are bound by their instructions: 32,768 of 18 actions have 7.5 MB, which take 1.7 us to move and 4.3 us to issue.
     """
     return [
         Case("PPO with value, 4 actions", partial(_policy, 4), 116, 45, 2048, issue=2, disagreement=0.6, in_flight=0),
         Case(
-            "PPO with value, 18 actions", partial(_policy, 18), 228, 125, 1024, issue=2, disagreement=0.6, in_flight=0
+            "PPO with value, 18 actions", partial(_policy, 18), 228, 125, 1024, issue=2.5, disagreement=0.6, in_flight=0
         ),
         Case(
             "PPO with value, 6 normal distributions",

@@ -81,6 +81,12 @@ void read_columns(const Rows& rows, const RowBatch& row_batch, int64_t width, Co
     using T = decltype(type);
     if constexpr (std::is_same_v<A, Accumulate<T>>) {
       const T* begin = row_of<T>(rows, row_batch.first);
+      if (rows.stride == 0) { // the same row for all lanes
+        for (int64_t j = 0; j < width; ++j) {
+          columns.store_column(j, Lanes<A>(to_accumulate(begin[j])));
+        }
+        return;
+      }
       const int64_t stride = rows.stride, last = row_batch.count - 1;
       each_square(width, [=, &columns](int64_t first, auto lanes) {
         const T* row = begin + first;

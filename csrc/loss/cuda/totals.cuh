@@ -11,6 +11,7 @@
 #pragma once
 
 #include "../../cuda/lanes.cuh"
+#include "../../formulas/weighted_sum.h"
 #include "block_of_rows.cuh"
 
 namespace gradscale {
@@ -141,27 +142,24 @@ class BlockOfSamples {
   GRADSCALE_DEVICE HeadSums add_steps(int h, bool counts) const {
     const Coefficients& c = coefficients_of(h);
     const auto steps = static_cast<int>(pass_.steps_of(head(h)));
+    StepSums own{0, 0, 0};
     HeadSums sums{};
 #pragma unroll 3
     for (int t = part_; t < steps; t += num_parts_) { // the loads of three rows are issued before the first is used
       const Segment& s = segment(c.first_segment + t);
       const double loss = s.loss.load(sample_);
       const auto row = load16<RowMetrics>(s.metrics + sample_);
-      const double weight = c.step_weight(s, sample_);
       const bool is_unmasked = c.mask.includes(sample_, s.step);
-      sums.add(
-          {is_unmasked ? loss : 0,
-           is_unmasked ? 1.0 : 0.0,
-           0,
-           is_unmasked ? weight * loss : 0,
-           counts ? row.gradient_square : 0,
-           row.largest_logit,
-           0,
-           0});
+      own.add(is_unmasked, loss, c.step_weight(s, sample_));
+      sums.squares += counts ? row.gradient_square : 0;
+      sums.largest_logit = larger(sums.largest_logit, row.largest_logit);
       if (c.approx_kl.data != nullptr && is_unmasked) {
         add_policy(s, sums);
       }
     }
+    sums.losses = own.losses;
+    sums.unmasked = own.unmasked;
+    sums.weighted_share = own.weighted;
     return sums;
   }
 
@@ -180,12 +178,11 @@ class BlockOfSamples {
     for (int p = num_parts_ - 1; p > 0; --p) {
       sums.add(parts_[threadIdx.x - 32 * p]);
     }
-    const double weighted = sums.weighted_share, head_weight = c.head_weight();
-    // A sample without unmasked entries adds 0, also if a weight is not finite.
-    const bool has_entries = sums.unmasked != 0, adds = counts && has_entries;
-    sums.share = adds ? importance * (c.share_factor() * weighted) : 0;
-    sums.weighted_share = adds ? head_weight * sums.share : 0;
-    own.loss += has_entries ? head(h).weight * head_weight * weighted : 0;
+    const StepSums steps{sums.losses, sums.weighted_share, sums.unmasked};
+    const double head_weight = c.head_weight();
+    sums.share = counts ? steps.share(importance, c.share_factor()) : 0;
+    sums.weighted_share = counts ? steps.weighted_share(sums.share, head_weight) : 0;
+    own.loss += steps.loss(head(h).weight, head_weight);
     own.reduced += sums.weighted_share;
     if (pass_.each_sample && active_ && c.share.data != nullptr) {
       c.share.store(sample_, sums.share);
