@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -274,6 +275,18 @@ def test_nan_of_clipped_values(where, impl):
     assert gradient_of(out.loss, value)[0].isnan().tolist() == [True, False]
     out = run(gs.ClippedSquaredError(clip=None), value, tensors, impl, reduction="sum")
     assert out.per_step["h"].isnan().tolist() == [where != "values", False]
+
+
+@every_implementation
+@pytest.mark.parametrize("head", [name for name in EVERY_SURROGATE if name != "log"])
+def test_no_advantage_and_an_undefined_ratio(head, impl):
+    """inf - inf is no NaN of an input: the loss is 0, as for any other ratio."""
+    head = dataclasses.replace(EVERY_SURROGATE[head], kl_weight=0.0)
+    x = leaf([INF, -1])
+    out = run(head, x, {"advantages": doubles(0, 0), "log_probs": doubles(INF, -1)}, impl, reduction="sum")
+    assert out.per_step["h"].tolist() == [0, 0]
+    assert gradient_of(out.loss, x)[0].tolist() == [0, 0]
+    assert out.approx_kl["h"].isnan()
 
 
 VALUES = {  # v, v_old, R, clip; loss, gradient

@@ -69,7 +69,7 @@ def policy_loss(head: PolicyHead, log_prob: torch.Tensor, entropy: torch.Tensor 
     elif head.surrogate == "log":
         loss = -_unless_zero(advantage, log_prob)
     else:
-        ratio = log_ratio(log_prob.detach(), target["log_probs"]).exp()
+        ratio = _log_ratio_of_loss(log_prob.detach(), target).exp()
         loss = -_unless_zero(_clamped(head, ratio) * advantage, log_prob)
     if head.entropy_weight != 0 and entropy is not None:
         loss = loss - head.entropy_weight * entropy
@@ -81,6 +81,12 @@ def policy_loss(head: PolicyHead, log_prob: torch.Tensor, entropy: torch.Tensor 
 def log_ratio(log_prob: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     """``log_prob - old``; -inf if both are -inf, because an illegal action has ratio 0."""
     return log_prob - torch.where(_both_infinite(log_prob, old), 0.0, old)
+
+
+def _log_ratio_of_loss(log_prob: torch.Tensor, target: Fields) -> torch.Tensor:
+    """The log-ratio, but log_prob where the advantage is 0: there inf - inf has no effect, and NaN still has."""
+    old = target["log_probs"]
+    return log_ratio(log_prob, torch.where((target["advantages"] == 0) & ~old.isnan(), 0.0, old))
 
 
 def k3(d: torch.Tensor) -> torch.Tensor:
@@ -121,7 +127,7 @@ def _unless_zero(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def _clipped(head: PolicyHead, log_prob: torch.Tensor, target: Fields) -> torch.Tensor:
     """The ratio that the advantage is multiplied by. It has a gradient where it is neither clipped nor without effect.
     Comparisons are False for NaN, which so stays."""
-    d, advantage = log_ratio(log_prob, target["log_probs"]), target["advantages"]
+    d, advantage = _log_ratio_of_loss(log_prob, target), target["advantages"]
     ratio = d.detach().exp()
     constant = torch.zeros_like(ratio)
     is_constant = (advantage == 0) & ~ratio.isnan()
