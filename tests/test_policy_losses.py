@@ -289,6 +289,13 @@ def test_no_advantage_and_an_undefined_ratio(head, impl):
     assert out.approx_kl["h"].isnan()
 
 
+@every_implementation
+def test_an_illegal_action_without_an_old_probability_is_not_clipped(impl):
+    fields = {"actions": torch.tensor([0]), "advantages": doubles(1), "log_probs": doubles(NAN)}
+    out = run(gs.PolicyGradient(), leaf([[-INF, 0]]), fields, impl)
+    assert out.clip_fraction["h"] == 0
+
+
 VALUES = {  # v, v_old, R, clip; loss, gradient
     "clipped": (1, 0, 2, 0.2, 3.24, 0),
     "clipped downwards": (-1, 0, -2, 0.2, 3.24, 0),

@@ -136,7 +136,7 @@ struct PolicyScore {
     const A infinity = static_cast<A>(INFINITY);
     const bool is_illegal = log_prob == -infinity;
     const auto beyond = exponential_beyond(log_prob - old_log_prob);
-    const A r = is_illegal ? A(0) : beyond.derivative + A(1); // NaN is not clipped
+    const A r = is_illegal && old_log_prob == old_log_prob ? A(0) : beyond.derivative + A(1); // NaN is not clipped
     return {
         is_illegal ? infinity + nan_if(old_log_prob != old_log_prob) : beyond.value,
         r < lower || upper < r ? A(1) : A(0)};
