@@ -32,3 +32,17 @@ def test_other_gradients_of_the_loss(name, device):
         weight = torch.full_like(out.loss, -2.5)
         found = torch.autograd.grad(out.loss, leaves, weight)
         torch.testing.assert_close(found, torch.autograd.grad(expected.loss, leaves, weight), rtol=1e-9, atol=1e-12)
+
+
+def test_infinite_clipped_values(device):
+    """Losses and gradients are as in the reference: NaN where an error is inf - inf."""
+    value, returns, old = torch.cartesian_prod(*[torch.tensor([torch.inf, -torch.inf, 1.0])] * 3).unbind(-1)
+    results = []
+    for impl, where in (("fused", device), ("reference", "cpu")):
+        x = value.detach().to(where).requires_grad_()
+        fields = {"returns": returns.to(where), "values": old.to(where)}
+        heads = {"v": gs.ClippedSquaredError()}
+        out = gs.multi_step_loss(heads, {"v": x}, {"v": fields}, steps=False, reduction="sum", impl=impl)
+        results.append((out.per_step["v"].cpu(), *(gradient.cpu() for gradient in torch.autograd.grad(out.loss, x))))
+    torch.testing.assert_close(*results, equal_nan=True)
+    assert results[0][0].isnan().sum() > 5

@@ -296,6 +296,21 @@ def test_an_illegal_action_without_an_old_probability_is_not_clipped(impl):
     assert out.clip_fraction["h"] == 0
 
 
+@every_implementation
+@pytest.mark.parametrize("clip", [0.2, 0.0])
+@pytest.mark.parametrize(
+    ("v", "returns", "old"),
+    [(INF, INF, 0), (INF, INF, -INF), (INF, 0, INF), (INF, -INF, INF), (0, INF, INF), (0, -INF, -INF), (-INF, -INF, 0)],
+)
+def test_clipped_values_of_which_one_error_is_undefined(v, returns, old, clip, impl):
+    """NaN of inf - inf stays through the maximum, and the gradient of such a loss is no number either."""
+    value = leaf([v, 1])
+    fields = {"returns": doubles(returns, 1), "values": doubles(old, 1)}
+    out = run(gs.ClippedSquaredError(clip=clip), value, fields, impl, reduction="sum")
+    assert out.per_step["h"].isnan().tolist() == [True, False]
+    assert gradient_of(out.loss, value)[0].isnan().tolist() == [True, False]
+
+
 VALUES = {  # v, v_old, R, clip; loss, gradient
     "clipped": (1, 0, 2, 0.2, 3.24, 0),
     "clipped downwards": (-1, 0, -2, 0.2, 3.24, 0),

@@ -244,7 +244,8 @@ struct ClippedError {
     const A kept = change < -clip ? -clip : (clip < change ? clip : change); // NaN stays NaN
     const A kept_error = old_value + kept - target;
     const bool is_first = error * error >= kept_error * kept_error;
-    const A nan = PolicyScore<A>::nan_if(change != change || target != target);
+    const A both = error * error + kept_error * kept_error; // NaN if either is, as inf - inf makes them
+    const A nan = PolicyScore<A>::nan_if(both != both);
     return {
         (is_first ? error * error : kept_error * kept_error) + nan,
         A(2) * (is_first ? error : (kept == change ? kept_error : A(0))) + nan};

@@ -148,8 +148,7 @@ def clipped_squared_error_loss(head: ClippedSquaredError, value: torch.Tensor, t
     if head.clip is None:
         return error.square()
     old = target["values"]
-    error = nan_unless(~old.isnan(), error)
     change, clip = (value - old).detach(), _context.operand(float(head.clip), value)
     clipped = (old + change.clamp(-clip, clip) - target["returns"]).square()
-    loss = error.square()
+    loss = nan_unless(~clipped.isnan(), error).square()
     return torch.where((change.abs() > clip) & (clipped > loss), clipped, loss)
