@@ -238,11 +238,15 @@ def hl_gauss_loss(head: Any, x: Array, target: Array) -> Rows:
     return cross_entropy(x, *hl_gauss(target, head.support, head.sigma_ratio))
 
 
+FLUSHED = 1e-28
+"""Magnitude of exponentials below the smallest number, which are 0, also where a ratio or logarithm multiplies them."""
+
+
 def entropy_terms(x: Array) -> tuple[Array, Array]:
     """``-p log p`` of every action, and the magnitudes of its terms."""
     logarithms, magnitude = log_softmax(x)
     p = np.exp(logarithms)
-    return -product(p, logarithms), product(p, magnitude * (1 + np.abs(np.where(p == 0, 0, logarithms))))
+    return -product(p, logarithms), product(p, magnitude * (1 + np.abs(np.where(p == 0, 0, logarithms)))) + FLUSHED
 
 
 def soft_cross_entropy_loss(head: Any, x: Array, target: Array) -> Rows:
@@ -373,14 +377,251 @@ def categorical_kl_loss(head: Any, x: Array, target: Array) -> Rows:
     gradient, entering = (np.where(free[:, None, None], 0, (1 - unimix) * a) for a in (gradient, entering))
     near = np.abs(loss - head.free_nats) < 1e-5 * terms.sum((-2, -1))  # where there are two derivatives
     entering = np.where(near[:, None, None], np.inf, entering)
-    # Exponentials below the smallest number are 0, also where a ratio or logarithm multiplies them.
-    return np.where(free, head.free_nats, loss), terms.sum((-2, -1)) + head.free_nats, gradient, 2 * entering + 1e-28
+    entering = 2 * entering + FLUSHED
+    return np.where(free, head.free_nats, loss), terms.sum((-2, -1)) + head.free_nats, gradient, entering
 
 
 def per_step_loss(head: Any, x: Array, target: None) -> Rows:
     return x, np.zeros_like(x), np.ones_like(x), np.zeros_like(x)
 
 
+# ---- Losses of policies and of clipped values: predictions, targets and gradients by field -------------------------
+
+Fields = dict[str, Array]
+Sized = tuple[Array, Array]
+"""A result, and the magnitudes that enter it."""
+FieldRows = tuple[Array, Array, Fields, Fields]
+"""`Rows` with gradients by field. A gradient is infinite where the contract does not define it."""
+
+
+def exponential(x: Array, largest: float) -> Array:
+    """exp(x); inf above the largest number of the dtype of the computation."""
+    result = np.exp(x)
+    return np.where(result > largest, np.inf, result)
+
+
+def finite_size(x: Array) -> Array:
+    return np.where(np.isfinite(x), np.abs(x), 0)
+
+
+def unless_zero(weight: Array, x: Array) -> Array:
+    """0 where the weight is 0, whatever x is."""
+    return np.where(weight == 0, 0.0, weight * x)
+
+
+def has_nan(*arrays: Array) -> Array:
+    """`[N]`: True where a number of the row is NaN."""
+    return np.any([np.isnan(a).any(tuple(range(1, a.ndim))) for a in arrays], axis=0)
+
+
+def groups(head: Any, logits: Array) -> list[Array]:
+    """The logits of each choice."""
+    choices = getattr(head, "choices", None)
+    return np.split(logits, np.cumsum(choices)[:-1], -1) if choices else [logits]
+
+
+def standard_scores(x: Fields, t: Fields) -> tuple[Sized, Sized]:
+    """``(a - mean) / std``, and 1 / std."""
+    scale = np.exp(-x["log_stds"])
+    scale_size = scale * (2 + np.abs(x["log_stds"]))
+    difference, size = t["actions"] - x["means"], np.abs(t["actions"]) + np.abs(x["means"])
+    return (difference * scale, size * scale + np.abs(difference) * scale_size), (scale, scale_size)
+
+
+def action_log_probs(head: Any, x: Fields, t: Fields) -> Sized:
+    """Log-probabilities of the actions; NaN for an action out of range."""
+    if "means" in x:
+        (z, size), _ = standard_scores(x, t)
+        log_prob = (-(z**2) / 2 - x["log_stds"] - math.log(2 * math.pi) / 2).sum(-1)
+        size = (np.abs(z) * size + z**2 + np.abs(x["log_stds"]) + 1).sum(-1)
+        return log_prob, np.where(np.isfinite(log_prob), size, 0)
+    if x[""].ndim == 1:
+        return x[""], np.zeros(len(x[""]))
+    total, total_size = np.zeros(len(x[""])), np.zeros(len(x[""]))
+    for logits, action in zip(groups(head, x[""]), np.atleast_2d(t["actions"].T), strict=True):
+        in_range = (action >= 0) & (action < logits.shape[-1])
+        index = np.where(in_range, action, 0).astype(int)[:, None]
+        logarithms, size = (np.take_along_axis(a, index, -1)[:, 0] for a in log_softmax(logits))
+        total, total_size = total + np.where(in_range, logarithms, np.nan), total_size + size
+    return total, total_size
+
+
+def policy_entropies(head: Any, x: Fields) -> Sized:
+    """Entropies, summed over choices or dimensions."""
+    if "means" in x:
+        terms = x["log_stds"] + 0.5 + math.log(2 * math.pi) / 2
+        return terms.sum(-1), (np.abs(x["log_stds"]) + 2).sum(-1)
+    parts = [[array.sum(-1) for array in entropy_terms(logits)] for logits in groups(head, x[""])]
+    return sum(entropy for entropy, _ in parts), sum(size for _, size in parts)
+
+
+def divergences(d: Array, size: Array, largest: float) -> tuple[Sized, Sized]:
+    """``exp(d) - 1 - d``, and its derivative ``exp(d) - 1``, for d of which `size` epsilons may be off."""
+    e, beyond = exponential(d, largest), np.expm1(d)
+    value = np.where(np.isinf(e), np.inf, beyond - d)
+    value_size = np.abs(beyond) * size + np.abs(beyond) + np.abs(d) + 1e-6 * size**2
+    return (value, value_size), (np.where(np.isinf(e), np.inf, beyond), e * size + np.abs(beyond))
+
+
+@dataclass
+class Ratios:
+    """``d = log p(a) - log_probs``, ``r = exp(d)``, and the error of r, which may move it across a bound."""
+
+    d: Array
+    d_size: Array
+    r: Array
+    r_size: Array
+    lower: float
+    upper: float
+
+    @classmethod
+    def of(cls, head: Any, x: Fields, t: Fields, largest: float) -> Ratios:
+        log_prob, size = action_log_probs(head, x, t)
+        old = t["log_probs"]
+        d = np.where((log_prob == -np.inf) & (old == -np.inf), -np.inf, log_prob - old)
+        d_size = size + finite_size(log_prob) + finite_size(old)
+        r = exponential(d, largest)
+        bounds = (head.clip, head.clip) if isinstance(head.clip, int | float) else head.clip
+        low, high = bounds or (np.inf, np.inf)
+        return cls(d, d_size, r, r * (d_size + 2) + FLUSHED * np.isfinite(d), 1 - low, 1 + high)
+
+    def is_near(self, bound: float) -> Array:
+        return np.abs(self.r - bound) < 1e-5 * (self.r_size + abs(bound))
+
+    def clamped(self) -> Sized:
+        """The ratio between its bounds, whose error is that of the nearest number."""
+        inside = (self.r >= self.lower) & (self.r <= self.upper)
+        inside |= self.is_near(self.lower) | self.is_near(self.upper)
+        result = np.where(np.isnan(self.r), np.nan, np.minimum(np.maximum(self.r, self.lower), self.upper))
+        return result, np.where(inside, self.r_size, 0) + finite_size(result)
+
+
+def surrogate(head: Any, x: Fields, t: Fields, largest: float) -> tuple[Sized, Sized]:
+    """Losses without entropy and divergence, and their derivatives with respect to log p(a)."""
+    advantage, (log_prob, size) = t["advantages"], action_log_probs(head, x, t)
+    if head.surrogate == "log":
+        loss, loss_size = -unless_zero(advantage, log_prob), np.abs(advantage) * (size + finite_size(log_prob))
+        result = (loss, loss_size), (-advantage, np.abs(advantage))
+        return _with_nan(result, has_nan(log_prob, advantage))
+    ratios = Ratios.of(head, x, t, largest)
+    clamped, clamped_size = ratios.clamped()
+    if head.surrogate == "cispo":
+        weight, weight_size = unless_zero(advantage, clamped), unless_zero(np.abs(advantage), clamped_size)
+        loss_size = np.abs(weight) * (size + finite_size(log_prob)) + weight_size * finite_size(log_prob)
+        result = (-unless_zero(weight, log_prob), loss_size), (-weight, weight_size)
+        return _with_nan(result, has_nan(log_prob, advantage, t["log_probs"]))
+    plain, limited = unless_zero(advantage, ratios.r), unless_zero(advantage, clamped)
+    loss, follows = -np.minimum(plain, limited), plain <= limited
+    unclear = np.where(advantage > 0, ratios.is_near(ratios.upper), ratios.is_near(ratios.lower))
+    if head.dual_clip is not None:
+        binds = (advantage < 0) & (loss > -head.dual_clip * advantage)
+        loss, follows = np.where(binds, -head.dual_clip * advantage, loss), follows & ~binds
+        unclear |= (advantage < 0) & ratios.is_near(head.dual_clip)
+    moved = unless_zero(np.abs(advantage), ratios.r_size)
+    loss_size = np.where(follows | unclear, moved, 0) + 2 * finite_size(loss)
+    slope, slope_size = np.where(follows, -plain, 0), np.where(follows, moved, 0)
+    slope_size = np.where(unclear & (advantage != 0), np.inf, slope_size)
+    return _with_nan(((loss, loss_size), (slope, slope_size)), has_nan(log_prob, advantage, t["log_probs"]))
+
+
+def _with_nan(results: tuple[Sized, Sized], where: Array) -> tuple[Sized, Sized]:
+    first, second = ((np.where(where, np.nan, value), size) for value, size in results)
+    return first, second
+
+
+def policy_loss(head: Any, x: Fields, t: Fields, largest: float) -> FieldRows:
+    (loss, size), (slope, slope_size) = surrogate(head, x, t, largest)
+    log_prob, log_prob_size = action_log_probs(head, x, t)
+    read = [x, {name: field for name, field in t.items() if name != "log_probs" or head.surrogate != "log"}]
+    missing = has_nan(*[array for fields in read for array in fields.values()])
+    if head.kl_weight:
+        reference = t["reference_log_probs"]
+        e = np.where((log_prob == -np.inf) & (reference == -np.inf), 0, reference - log_prob)
+        e_size = log_prob_size + finite_size(log_prob) + finite_size(reference)
+        (k3, k3_size), (by_e, by_e_size) = divergences(e, e_size, largest)
+        loss, size = loss + head.kl_weight * k3, size + head.kl_weight * k3_size
+        slope, slope_size = slope - head.kl_weight * by_e, slope_size + head.kl_weight * by_e_size
+    if head.entropy_weight:
+        entropy, entropy_size = policy_entropies(head, x)
+        loss, size = loss - head.entropy_weight * entropy, size + abs(head.entropy_weight) * entropy_size
+    loss = np.where(missing, np.nan, np.where(np.abs(loss) > largest, np.copysign(np.inf, loss), loss))
+    # An illegal action has an infinite loss with "log" and "cispo", but a gradient.
+    illegal = "" in x and x[""].ndim == 2 and head.surrogate != "ppo"
+    known = np.isfinite(loss) | (illegal & (log_prob == -np.inf) & np.isfinite(slope) & ~missing)
+    if "means" in x:
+        known &= np.isfinite(standard_scores(x, t)[0][0]).all(-1)
+    gradients, entering = {}, {}
+    for field, (gradient, magnitude) in policy_gradients(head, x, t, slope, slope_size).items():
+        is_missing, is_known = (rows.reshape(-1, *[1] * (gradient.ndim - 1)) for rows in (missing, known))
+        gradients[field] = np.where(is_missing, np.nan, np.where(is_known, gradient, np.inf))
+        entering[field] = np.where(is_known, magnitude, np.inf)
+    return loss, size, gradients, entering
+
+
+def policy_gradients(head: Any, x: Fields, t: Fields, slope: Array, slope_size: Array) -> dict[str, Sized]:
+    """By field, the gradient of a loss whose derivative with respect to log p(a) is `slope`, with the entropy bonus."""
+    if "" in x and x[""].ndim == 1:
+        return {"": (slope, slope_size)}
+    slope, slope_size, weight = slope[:, None], slope_size[:, None], head.entropy_weight
+
+    def moved(derivative: Array, size: Array) -> Array:
+        return unless_zero(slope_size, np.abs(derivative)) + unless_zero(np.abs(slope), size)
+
+    if "means" in x:
+        (z, z_size), (scale, scale_size) = standard_scores(x, t)
+        by_mean, by_log_std = z * scale, z**2 - 1
+        return {
+            "means": (unless_zero(slope, by_mean), moved(by_mean, z_size * scale + np.abs(z) * scale_size)),
+            "log_stds": (
+                unless_zero(slope, by_log_std) - weight,
+                moved(by_log_std, 2 * np.abs(z) * z_size + 1 + z**2) + abs(weight),
+            ),
+        }
+    parts = []
+    for logits, action in zip(groups(head, x[""]), np.atleast_2d(t["actions"].T), strict=True):
+        logarithms, magnitude = log_softmax(logits)
+        p, chosen_one = np.exp(logarithms), action[:, None] == np.arange(logits.shape[-1])
+        derivative = chosen_one - p
+        size = p * magnitude + chosen_one + FLUSHED
+        gradient, entering = slope * derivative, moved(derivative, size)
+        if weight:
+            terms, term_sizes = entropy_terms(logits)
+            entropy, total = terms.sum(-1, keepdims=True), term_sizes.sum(-1, keepdims=True)
+            gradient = gradient + weight * product(p, logarithms + entropy)
+            entering = entering + abs(weight) * (term_sizes + p * magnitude * (entropy + total))
+        parts.append((gradient, entering))
+    gradient, entering = (np.concatenate(arrays, -1) for arrays in zip(*parts, strict=True))
+    return {"": (gradient, entering)}
+
+
+def clipped_squared_error_loss(head: Any, x: Fields, t: Fields, largest: float) -> FieldRows:
+    value, target = x[""], t["returns"]
+    error, size = value - target, np.abs(value) + np.abs(target)
+    loss, gradient, missing = error**2, 2 * error, has_nan(value, target)
+    entering = 2 * size + np.abs(gradient)
+    if head.clip is not None:
+        old = t["values"]
+        change, missing = value - old, missing | np.isnan(old)
+        size = size + np.abs(old) + head.clip
+        kept_error = old + np.clip(change, -head.clip, head.clip) - target
+        is_second, is_clipped = kept_error**2 > loss, np.abs(change) > head.clip
+        loss = np.where(is_second, kept_error**2, loss)
+        gradient = np.where(is_second, np.where(is_clipped, 0, 2 * kept_error), gradient)
+        unclear = np.abs(np.abs(error) - np.abs(kept_error)) <= 1e-5 * size
+        unclear &= np.abs(change) >= head.clip - 1e-5 * size
+        entering = np.where(unclear, np.inf, np.where(is_second & is_clipped, 0, 2 * size + np.abs(gradient)))
+    loss = np.where(missing, np.nan, np.where(loss > largest, np.inf, loss))
+    gradient = np.where(missing, np.nan, np.where(np.isfinite(loss), gradient, np.inf))
+    return loss, 2 * np.sqrt(loss) * size + 4 * loss, {"": gradient}, {"": entering}
+
+
+FIELD_LOSSES: dict[str, Any] = {
+    "PolicyGradient": policy_loss,
+    "GaussianPolicyGradient": policy_loss,
+    "ClippedSquaredError": clipped_squared_error_loss,
+}
+POLICIES = ("PolicyGradient", "GaussianPolicyGradient")
+LOGITS = ("TwoHot", "HLGauss", "SoftCrossEntropy", "CategoricalKL", "PolicyGradient")
 LOSSES: dict[str, Any] = {
     "TwoHot": two_hot_loss,
     "HLGauss": hl_gauss_loss,
@@ -398,6 +639,16 @@ LOSSES: dict[str, Any] = {
 # ---- The multi-step loss --------------------------------------------------------------------------------------------
 
 
+def loss_of(head: Any, x: Fields, t: Fields, largest: float) -> FieldRows:
+    """A prediction or target without fields has the name ""."""
+    kind = type(head).__name__
+    if kind in FIELD_LOSSES:
+        return FIELD_LOSSES[kind](head, x, t, largest)  # type: ignore[no-any-return]
+    loss, size, gradient, entering = LOSSES[kind](head, x[""], t.get(""))
+    gradient = np.where(np.isfinite(loss).reshape(-1, *[1] * (gradient.ndim - 1)), gradient, np.inf)
+    return loss, size, {"": gradient}, {"": entering}
+
+
 @dataclass
 class MultiStep:
     """Output of a multi-step loss, and its allowed rounding."""
@@ -410,20 +661,25 @@ class MultiStep:
     head_means: dict[str, tuple[Array, Array]]
     head_losses: dict[str, tuple[Array, Array]]
     num_nonfinite: int
-    gradients: dict[str, tuple[Array, Array]]
-    """`[B, T_h, ...]`, for the given gradient of the loss."""
+    log_probs: dict[str, tuple[Array, Array]]
+    approx_kl: dict[str, tuple[Array, Array]]
+    clip_fraction: dict[str, tuple[Array, Array]]
+    gradients: dict[tuple[str, str], tuple[Array, Array]]
+    """`[B, T_h, ...]` by head and field, for the given gradient of the loss."""
     gradient_norms: dict[str, tuple[Array, Array]]
     """For a gradient of 1."""
     largest: dict[str, Array]
     """The largest magnitude of finite, unmasked logits."""
-    finite: dict[str, Array]
-    """`[B, T_h]`: True where the loss of an entry is finite, so that its gradient is defined by the formula."""
+    known: dict[str, Array]
+    """`[B, T_h]`: True where an entry has a gradient, as it has where its loss is finite."""
 
 
 def multi_step(
     heads: dict[str, Any],
-    x: dict[str, Array],
-    targets: dict[str, Array | None],
+    x: dict[str, Fields],
+    targets: dict[str, Fields],
+    shared: dict[str, dict[str, float]],
+    wants_gradient: dict[str, tuple[str, ...]],
     masks: dict[str, Array],
     eps: dict[str, float],
     step_weights: dict[str, Array],
@@ -436,29 +692,32 @@ def multi_step(
     rounded: float,
     summed: float,
 ) -> MultiStep:
-    """Predictions and targets `[B, T_h, ...]`, masks, step weights and scales `[B, T]`, importance weights `[B]`.
+    """Predictions and targets `[B, T_h, ...]` by field, masks, step weights and scales `[B, T]`, importance weights
+    `[B]`. The gradient of a `shared` field is the sum over all entries, each rounded to the given epsilon. The norm
+    is that of the fields in `wants_gradient`.
 
     Allowed rounding: `rounded` epsilons of the magnitudes of a head's loss terms, `summed` epsilons of a sum's terms.
     """
     batch, coarsest = len(grad_output), max(eps.values())
     total, total_error = np.zeros(batch), np.zeros(batch)
-    result = MultiStep(None, None, {}, {}, {}, {}, {}, 0, {}, {}, {}, {})  # type: ignore[arg-type]
+    result = MultiStep(None, None, {}, {}, {}, {}, {}, 0, {}, {}, {}, {}, {}, {}, {})  # type: ignore[arg-type]
     weighted: dict[str, tuple[Array, Array]] = {}
-    derivatives: dict[str, tuple[Array, Array]] = {}
+    derivatives: dict[tuple[str, str], tuple[Array, Array]] = {}
     for name, head in heads.items():
-        shape = x[name].shape
-        rows = x[name].reshape(-1, *shape[2:])
-        target = targets[name]
-        columns = None if target is None else target.reshape(-1, *target.shape[2:])
-        losses, size, gradient, entering = LOSSES[type(head).__name__](head, rows, columns)
+        shape = next(iter(x[name].values())).shape
+        rows, columns = (
+            {field: array.reshape(-1, *array.shape[2:]) for field, array in fields.items()}
+            for fields in (x[name], targets[name])
+        )
+        info = np.finfo(np.float32 if eps[name] > 1e-10 else np.float64)
+        smallest = info.tiny  # below it precision is lost
+        losses, size, gradients, all_entering = loss_of(head, rows, columns, float(info.max))
         weight = head.weight * head_weights[name]
         kept, weights = masks[name][:, head.first_step :], step_weights[name][:, head.first_step :]
-        smallest = np.finfo(np.float32 if eps[name] > 1e-10 else np.float64).tiny  # below it precision is lost
         rounding = eps[name] + math.prod(shape[2:]) * 2.0**-53  # sums along a row are in float64
         error = chosen(kept, rounded * (rounding * (size + np.abs(losses)) + smallest).reshape(shape[:2]))
         losses = np.where(kept, losses.reshape(shape[:2]), 0)
         result.per_step[name] = losses, error
-        result.finite[name] = np.isfinite(losses)
         factor = np.where(kept, weight * weights, 0)
         value = chosen(kept, losses * factor)
         weighted[name] = value, chosen(factor != 0, np.abs(factor) * error) + summed * coarsest * np.abs(value)
@@ -466,19 +725,40 @@ def multi_step(
         count = max(kept.sum(), 1)
         mean_error = (error + summed * coarsest * np.abs(losses)).sum() / count
         result.head_means[name] = np.array(losses.sum() / count), np.array(mean_error)
-        entering = rounded * (rounding * (entering + np.abs(gradient)) + smallest)
-        derivatives[name] = gradient.reshape(shape), entering.reshape(shape)
-        if type(head).__name__ in ("TwoHot", "HLGauss", "SoftCrossEntropy", "CategoricalKL"):
-            sizes = np.abs(x[name][kept])
+        for field, gradient in gradients.items():
+            entering = rounded * (rounding * (all_entering[field] + np.abs(gradient)) + smallest)
+            derivatives[name, field] = tuple(array.reshape(x[name][field].shape) for array in (gradient, entering))
+            result.known[name] = np.isfinite(derivatives[name, field][0]).all(tuple(range(2, len(shape)))) | ~kept
+        has_distribution = type(head).__name__ != "PolicyGradient" or rows[""].ndim == 2
+        if type(head).__name__ in LOGITS and has_distribution:
+            sizes = np.abs(x[name][""][kept])
             result.largest[name] = sizes[np.isfinite(sizes)].max(initial=0)
         if type(head).__name__ in ("TwoHot", "HLGauss"):
-            value, size = decoded(rows, head.support)
+            value, size = decoded(rows[""], head.support)
             error = rounded * (rounding * size + smallest)
             result.expected[name] = value.reshape(shape[:2]), error.reshape(shape[:2])
-        if type(head).__name__ == "SoftCrossEntropy":
-            value, size = (array.sum(-1) for array in entropy_terms(rows))
+        if type(head).__name__ in ("SoftCrossEntropy", *POLICIES) and has_distribution:
+            value, size = policy_entropies(head, rows)
             error = rounded * (rounding * size + smallest)
             result.entropy[name] = value.reshape(shape[:2]), error.reshape(shape[:2])
+        if type(head).__name__ in POLICIES:
+            value, size = action_log_probs(head, rows, columns)
+            error = rounded * (rounding * size + smallest)
+            result.log_probs[name] = value.reshape(shape[:2]), error.reshape(shape[:2])
+        if type(head).__name__ in POLICIES and "log_probs" in columns:
+            ratios, counted = Ratios.of(head, rows, columns, float(info.max)), kept.reshape(-1)
+            (value, size), _ = divergences(ratios.d, ratios.d_size, float(info.max))
+            error = rounded * (rounding * size + smallest) + summed * coarsest * np.abs(value)
+            result.approx_kl[name] = (
+                np.array(chosen(counted, value).sum() / count),
+                np.array(chosen(counted, error).sum() / count),
+            )
+            outside = (ratios.r < ratios.lower) | (ratios.r > ratios.upper)
+            unclear = ratios.is_near(ratios.lower) | ratios.is_near(ratios.upper)
+            result.clip_fraction[name] = (
+                np.array((outside & counted).sum() / count),
+                np.array((unclear & counted).sum() / count + coarsest),
+            )
     finite = np.isfinite(total)
     result.per_sample, result.num_nonfinite = (total, total_error), int((~finite).sum())
     taken = finite if skip else np.ones(batch, bool)
@@ -495,14 +775,22 @@ def multi_step(
         rest = head.weight * head_weights[name] * (step_weights[name] * step_gradient_scale[name])[:, head.first_step :]
         for loss_gradient in (np.ones(batch), grad_output):
             factor = chosen(kept & taken[:, None], (loss_gradient * samples * share)[:, None] * rest)
-            gradient, entering = derivatives[name]
-            factor = factor.reshape(*factor.shape, *[1] * (gradient.ndim - 2))
-            gradient, entering = chosen(factor != 0, factor * gradient), chosen(factor != 0, np.abs(factor) * entering)
-            entering = entering + 8 * eps[name] * np.abs(gradient)
+            squares = np.zeros(2)
+            for field in x[name]:
+                gradient, entering = derivatives[name, field]
+                by_row = factor.reshape(*factor.shape, *[1] * (gradient.ndim - 2))
+                gradient = chosen(by_row != 0, by_row * gradient)
+                entering = chosen(by_row != 0, np.abs(by_row) * entering) + 8 * eps[name] * np.abs(gradient)
+                result.gradients[name, field] = gradient, entering
+                if field in wants_gradient[name]:
+                    own = (gradient, np.nan_to_num(entering, nan=np.inf, posinf=np.inf))
+                    if field in shared[name]:
+                        entering = own[1] + (shared[name][field] + summed * coarsest) * np.abs(gradient)
+                        own = gradient.sum((0, 1)), entering.sum((0, 1))
+                    squares = squares + [(array**2).sum() for array in own]
             if name not in result.gradient_norms:
-                norms = [np.sqrt((a**2).sum()) for a in (gradient, np.nan_to_num(entering, nan=np.inf, posinf=np.inf))]
-                result.gradient_norms[name] = norms[0], norms[1] + 8 * coarsest * norms[0]
-        result.gradients[name] = gradient, entering
+                norm, error = np.sqrt(squares)
+                result.gradient_norms[name] = norm, error + 8 * coarsest * norm
     if reduction != "none":
         loss_error = (loss_error + summed * coarsest * np.abs(loss)).sum()
         loss = loss.sum()

@@ -7,11 +7,12 @@ import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 import gradscale_ext as gs
@@ -62,7 +63,7 @@ class HeadCase:
 
     head: Any
     width: int
-    """Width of a prediction, where the head has no support; 0 for `[B]`."""
+    """Width of a prediction, where the head has no support or choices; 0 for `[B]`."""
     classes: bool = False
     dtype: torch.dtype = torch.float32
     form: str = "list"
@@ -73,32 +74,113 @@ class HeadCase:
     target_layout: str = "contiguous"
     targets: str = "ordinary"
     requires_grad: bool = True
+    mixed: bool = False
+    """True if fields have different forms, layouts and dtypes."""
+    shared: bool = False
+    """True if one `log_stds` is for all samples and steps."""
+    fewer: bool = False
+    """True if fields that are not needed are left out, and `log_stds` gets no gradient."""
+
+    def wants_gradient(self, field: str) -> bool:
+        return self.requires_grad and not (self.fewer and field == "log_stds")
+
+    def is_class(self, field: str) -> bool:
+        return self.classes or (field == "actions" and isinstance(self.head, gs.PolicyGradient))
+
+    def form_of(self, field: str, form: str, index: int) -> str:
+        """The form of the field of an index, from that of the first field."""
+        if self.shared and field == "log_stds":
+            return "shared"
+        return FORMS[(FORMS.index(form) + index * self.mixed) % len(FORMS)]
+
+    def dtype_of(self, dtype: torch.dtype, index: int) -> torch.dtype:
+        """Fields with float64 all are of float64."""
+        return dtype if dtype == torch.float64 else REAL[1 + (REAL.index(dtype) - 1 + index * self.mixed) % 3]
+
+    def layout_of(self, layout: str, index: int, is_class: bool = False) -> str:
+        layout = LAYOUTS[(LAYOUTS.index(layout) + index * self.mixed) % len(LAYOUTS)]
+        if is_class and layout == "negative":
+            return "rows"
+        # An action of one choice may be out of range in another.
+        is_one_of_several = is_class and getattr(self.head, "choices", None)
+        return "expanded" if is_one_of_several and layout in REPEATING else layout
 
     def prediction_width(self) -> tuple[int, ...]:
         if hasattr(self.head, "support"):
             return (self.head.support.num_bins,)
         if isinstance(self.head, gs.CategoricalKL):
             return (2, self.width)
-        return (self.width,) if self.width else ()
+        width = sum(getattr(self.head, "choices", None) or [self.width])
+        return (width,) if width else ()
 
-    def prediction(self, batch: int, steps: int, generator: np.random.Generator) -> Array:
-        """`[B, T_h, ...]`"""
-        x = generator.standard_normal((batch, steps, *self.prediction_width()))
+    def prediction(self, batch: int, steps: int, generator: np.random.Generator) -> formulas.Fields:
+        """`[B, T_h, ...]` by field."""
+        if isinstance(self.head, gs.GaussianPolicyGradient):
+            shape = (batch, steps, self.width)
+            log_stds = generator.standard_normal(shape[2:] if self.shared else shape)
+            log_stds = np.broadcast_to(log_stds * {"flat": 0.0, "sharp": 3.0}.get(self.logits, 0.5), shape)
+            return {"means": self._numbers(shape, generator), "log_stds": np.array(log_stds)}
+        return {"": self._numbers((batch, steps, *self.prediction_width()), generator)}
+
+    def _numbers(self, shape: tuple[int, ...], generator: np.random.Generator) -> Array:
+        x = generator.standard_normal(shape)
         scale = {"flat": 0.0, "sharp": 60.0, "tiny": 1e-4}.get(self.logits, 2.0)
         x = x * scale + (300 if self.logits == "shifted" else 0)
         # Extreme targets have probabilities that are 0 in float32 but not in float64: only the true divergence from an
         # illegal action would be infinite.
         is_divergence = isinstance(self.head, gs.CategoricalKL) and self.targets != "outside"
-        if self.logits == "illegal" and (is_divergence or isinstance(self.head, gs.SoftCrossEntropy)):
+        if self.logits == "illegal" and (
+            is_divergence or isinstance(self.head, gs.SoftCrossEntropy | gs.PolicyGradient)
+        ):
             illegal = generator.random(x.shape) < 0.3
-            illegal[..., 0] = False
-            x[illegal] = -np.inf
+            if len(shape) > 2:
+                illegal[..., np.cumsum([0, *(getattr(self.head, "choices", None) or [])[:-1]])] = False
+            x[illegal] = -np.inf if len(shape) > 2 else generator.choice([-np.inf, np.inf])  # log-probabilities
         return x
 
-    def target(self, x: Array, generator: np.random.Generator) -> Array | None:
-        shape = x.shape[:2]
+    def target(self, x: formulas.Fields, generator: np.random.Generator) -> formulas.Fields:
         if isinstance(self.head, gs.PerStepLoss):
-            return None
+            return {}
+        if isinstance(self.head, gs.ClippedSquaredError):
+            returns, values = (generator.standard_normal(x[""].shape) for _ in range(2))
+            scale = {"outside": 1e4, "edges": 1e-3}.get(self.targets, 2.0) * (self.targets != "special")
+            fields = {"returns": returns * scale, "values": x[""] + values * 0.3}
+            if self.targets == "special":
+                fields["values"][generator.random(x[""].shape) < 0.3] = generator.choice([np.inf, -np.inf])
+            return {"returns": fields["returns"]} if self.fewer and self.head.clip is None else fields
+        if isinstance(self.head, gs.PolicyGradient | gs.GaussianPolicyGradient):
+            return self._policy_target(x, generator)
+        return {"": self._plain_target(x[""], generator)}
+
+    def _policy_target(self, x: formulas.Fields, generator: np.random.Generator) -> formulas.Fields:
+        head, shape, fields = self.head, next(iter(x.values())).shape[:2], {}
+        if "means" in x:
+            fields["actions"] = x["means"] + np.exp(x["log_stds"]) * generator.standard_normal(x["means"].shape)
+        elif x[""].ndim == 3:
+            # Special actions may be illegal.
+            allowed = [np.isfinite(logits) | (self.targets == "special") for logits in formulas.groups(head, x[""])]
+            actions = [np.argmax(np.where(legal, generator.random(legal.shape), -1), -1) for legal in allowed]
+            fields["actions"] = np.stack(actions, -1) if head.choices else actions[0]
+        rows = [{name: field.reshape(-1, *field.shape[2:]) for name, field in each.items()} for each in (x, fields)]
+        log_prob = formulas.action_log_probs(head, *rows)[0].reshape(shape)
+        advantages = generator.standard_normal(shape)
+        if self.targets == "outside":
+            advantages = 1e4 * generator.uniform(-1, 1, shape)
+        if self.targets in ("edges", "special"):
+            advantages = generator.choice([0.0, -0.0, 1.0, -1.0], shape)
+        fields["advantages"] = advantages
+        names = ["log_probs"] if head.surrogate != "log" or not self.fewer else []
+        for name in [*names, *(["reference_log_probs"] if head.kl_weight else [])]:
+            other = np.where(np.isfinite(log_prob), log_prob, -1) + 0.3 * generator.standard_normal(shape)
+            if self.targets == "special":
+                other = np.where(
+                    generator.random(shape) < 0.5, other, generator.choice([-np.inf, np.inf, -200.0], shape)
+                )
+            fields[name] = other
+        return fields
+
+    def _plain_target(self, x: Array, generator: np.random.Generator) -> Array:
+        shape = x.shape[:2]
         if hasattr(self.head, "support"):
             support = self.head.support
             low, high = formulas.transformed_back(
@@ -148,6 +230,29 @@ def _kinds() -> st.SearchStrategy[dict[str, Any]]:
 
     supports = SUPPORTS * 3 + WIDE_SUPPORTS
     widths = (4, 2, 3, 8, 15, 16, 17, 33, 40)
+
+    def policy(head: type) -> Callable[..., dict[str, Any]]:
+        def build(surrogate: str, clip: Any, size: Any = 0, **more: Any) -> dict[str, Any]:
+            own = {name: more.pop(name) for name in ("shared", "fewer") if name in more}
+            more["clip"] = None if surrogate == "log" else clip if clip is not None or surrogate == "ppo" else (1, 4)
+            more["dual_clip"] = more["dual_clip"] if surrogate == "ppo" else None
+            more["entropy_weight"] = more["entropy_weight"] if size else 0.0
+            if isinstance(size, tuple):
+                more["choices"], size = size, 0
+            return {"head": head(surrogate=surrogate, **more), "width": size, **own}
+
+        return build
+
+    of_policies = {
+        **weights,
+        "surrogate": ("ppo", "ppo", "log", "cispo"),
+        "clip": (0.2, (0.1, 0.3), None, 0, (1.5, 0.5), 1e4),
+        "dual_clip": (None, 1.5),
+        "entropy_weight": (0.0, 0.3, -0.2),
+        "kl_weight": (0.0, 0.0, 0.1),
+        "fewer": (False, True),
+    }
+    several = ((3, 3), (2,), (3, 5, 2), (40, 1, 7, 40))
     return st.one_of(
         product(with_support(gs.TwoHot), **weights, label_smoothing=smoothing, support=supports),
         product(with_support(gs.HLGauss), **weights, sigma_ratio=(0.75, 0.1, 4.0, 1e-300, 1e6), support=supports),
@@ -191,6 +296,14 @@ def _kinds() -> st.SearchStrategy[dict[str, Any]]:
             width=(1, *widths),
         ),
         product(without(gs.PerStepLoss), **weights),
+        product(policy(gs.PolicyGradient), **of_policies, size=(*widths, 0, 0, 0, 1, 601, *several)),
+        product(policy(gs.GaussianPolicyGradient), **of_policies, size=(3, 1, 2, 6, 17, 40), shared=(False, True)),
+        product(
+            lambda clip, fewer, **more: {"head": gs.ClippedSquaredError(clip=clip, **more), "width": 0, "fewer": fewer},
+            **weights,
+            clip=(0.2, None, 0.0, 30.0),
+            fewer=(False, True),
+        ),
     )
 
 
@@ -202,6 +315,7 @@ _predictions = product(
     form=FORMS,
     requires_grad=(True, True, True, True, False),
     layout=LAYOUTS,
+    mixed=(False, True),
 )
 _targets = product(
     dict,
@@ -239,6 +353,19 @@ class Case(Described):
     seed: int = 0
 
 
+class Leaf(NamedTuple):
+    """A tensor of a prediction."""
+
+    key: tuple[str, str]
+    """Its head and field."""
+    what: str
+    tensor: Tensor
+    part: Callable[[Array], Array]
+    """The gradient of the tensor from that of all entries `[B, T_h, ...]`."""
+    uses: int = 1
+    """Number of gradients of its dtype that are added, at most."""
+
+
 class Trial:
     """A case with its tensors, and the expected result."""
 
@@ -250,19 +377,20 @@ class Trial:
         self.masks, mask = self._masks(batch, steps, generator)
         self.predictions: dict[str, Any] = {}
         self.targets: dict[str, Any] = {}
-        self.leaves: list[tuple[str, Tensor, Callable[[Array], Array]]] = []
-        self.x: dict[str, Array] = {}
-        t: dict[str, Array | None] = {}
+        self.leaves: list[Leaf] = []
+        self.forms: set[str] = set()
+        """Of the predictions."""
+        self.constants: list[Tensor] = []
+        self.x: dict[str, formulas.Fields] = {}
+        t: dict[str, formulas.Fields] = {}
         for (name, head), item in zip(self.heads.items(), case.heads, strict=True):
             x = item.prediction(batch, steps - head.first_step, generator)
             target = item.target(x, generator)
             self._poison(name, item, x, target, generator)
-            self.predictions[name], self.x[name] = self._entries(name, x, item.dtype, item.form, item.layout, item)
-            t[name] = None
-            if target is not None:
-                dtype = torch.int64 if item.classes else item.target_dtype
-                layout = "rows" if item.classes and item.target_layout == "negative" else item.target_layout
-                self.targets[name], t[name] = self._entries(name, target, dtype, item.target_form, layout, None)
+            self.predictions[name], self.x[name] = self._fields(name, x, item, is_prediction=True)
+            fields, t[name] = self._fields(name, target, item, is_prediction=False)
+            if target:
+                self.targets[name] = fields
         dtypes = {item.dtype for item in case.heads}
         self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         draw_numbers = lambda form: self._step_numbers(form, batch, steps, generator)
@@ -295,12 +423,18 @@ class Trial:
             "expanded": torch.tensor(1.5).expand(shape),
             "strided": torch.from_numpy(generator.standard_normal((*shape, 2)))[..., 0],
         }[case.grad_output].to(self.dtype)
+        items = list(zip(self.heads, case.heads, strict=True))
         self.truth = formulas.multi_step(
             self.heads,
             self.x,
             t,
+            {
+                name: {"log_stds": torch.finfo(item.dtype_of(item.dtype, 1)).eps} if item.shared else {}
+                for name, item in items
+            },
+            {name: tuple(field for field in self.x[name] if item.wants_gradient(field)) for name, item in items},
             self.masks,
-            {name: eps_of(item.dtype) for name, item in zip(self.heads, case.heads, strict=True)},
+            {name: eps_of(item.dtype) for name, item in items},
             numbers,
             scales,
             samples,
@@ -333,55 +467,80 @@ class Trial:
         return masks, tensors if self.case.mask == "by head" else tensor
 
     def _poison(
-        self, name: str, item: HeadCase, x: Array, target: Array | None, generator: np.random.Generator
+        self, name: str, item: HeadCase, x: formulas.Fields, target: formulas.Fields, generator: np.random.Generator
     ) -> None:
-        if self.case.poison == "none" or not x.size:
+        first = next(iter(x.values()))
+        if self.case.poison == "none" or not first.size:
             return
         kept = self.masks[name][:, item.head.first_step :]
         where = generator.random(kept.shape) < (0.8 if self.case.poison == "masked" else 0.15)
         if self.case.poison == "masked":
             where &= ~kept
         bad = generator.choice([np.nan, np.inf, -np.inf])
-        if item.classes and target is not None:
-            if item.target_form != "same" and item.target_layout not in REPEATING:
-                target[where & ~kept] = generator.choice([-1, 10**6, -(2**63), 2**63 - 1])
-        elif target is not None and generator.random() < 0.5:
-            target[where] = bad
+        for index, (field, array) in enumerate(target.items()):
+            form, layout = item.form_of(field, item.target_form, index), item.layout_of(item.target_layout, index)
+            if item.is_class(field) and form != "same" and layout not in REPEATING:
+                array[where & ~kept] = generator.choice([-1, 10**6, -(2**63), 2**63 - 1])
+        numbers = [array for field, array in target.items() if not item.is_class(field)]
+        if numbers and generator.random() < 0.5:
+            numbers[generator.integers(len(numbers))][where] = bad
             return
-        x[where] = bad
+        own = [array for field, array in x.items() if not (item.shared and field == "log_stds")]
+        own[generator.integers(len(own))][where] = bad
+
+    def _fields(
+        self, name: str, arrays: formulas.Fields, item: HeadCase, is_prediction: bool
+    ) -> tuple[Any, formulas.Fields]:
+        """A prediction or target in the form of the case, and its values `[B, T_h, ...]` by field."""
+        form, dtype, layout = (
+            (item.form, item.dtype, item.layout)
+            if is_prediction
+            else (item.target_form, item.target_dtype, item.target_layout)
+        )
+        entries, numbers = {}, {}
+        for index, (field, array) in enumerate(arrays.items()):
+            own_form, is_class = item.form_of(field, form, index), not is_prediction and item.is_class(field)
+            entries[field], numbers[field], leaves = self._entries(
+                (name, field),
+                array,
+                torch.int64 if is_class else item.dtype_of(dtype, index),
+                own_form,
+                item.layout_of(layout, index, is_class),
+                is_prediction and item.wants_gradient(field),
+            )
+            self.constants += [leaf.tensor for leaf in leaves]
+            if is_prediction:
+                self.forms.add(own_form)
+                self.leaves += leaves if item.wants_gradient(field) else []
+        return entries.get("", entries), numbers
 
     def _entries(
-        self, name: str, array: Array, dtype: torch.dtype, form: str, layout: str, item: HeadCase | None
-    ) -> tuple[Any, Array]:
-        """Tensors in the form of the case, and their values `[B, T_h, ...]`; predictions are recorded as leaves."""
-        leaves: list[tuple[str, Tensor, Callable[[Array], Array]]] = []
+        self, key: tuple[str, str], array: Array, dtype: torch.dtype, form: str, layout: str, wants_gradient: bool
+    ) -> tuple[Any, Array, list[Leaf]]:
+        """Tensors in one form, their values `[B, T_h, ...]`, and the tensors to which gradients come."""
+
+        def tensor(values: Array) -> Tensor:
+            return laid_out(torch.from_numpy(np.array(values)).to(dtype), layout).requires_grad_(wants_gradient)
+
+        what = " of ".join(filter(None, reversed(key)))
         if form in ("stacked", "unbound"):
-            stacked = laid_out(torch.from_numpy(np.array(self.turned(array))).to(dtype), layout)
-            if item is not None:
-                stacked.requires_grad_(item.requires_grad)
-            leaves.append((name, stacked, lambda g: self.turned(g)))
-            steps = 1 if self.case.batch_first else 0
-            entries: Any = stacked if form == "stacked" else list(stacked.unbind(steps))
-            numbers = self.turned(precise(stacked))
-        elif form == "same":
-            one = laid_out(torch.from_numpy(np.array(array[:, 0])).to(dtype), layout)
-            if item is not None:
-                one.requires_grad_(item.requires_grad)
-            leaves.append((name, one, lambda g: g.sum(1)))
-            entries, numbers = [one] * array.shape[1], np.stack([precise(one)] * array.shape[1], 1)
-        else:
-            entries = [laid_out(torch.from_numpy(np.array(row)).to(dtype), layout) for row in np.moveaxis(array, 1, 0)]
-            if item is not None:
-                entries = [entry.requires_grad_(item.requires_grad) for entry in entries]
-            leaves += [(f"{name}, step {k}", entry, lambda g, k=k: g[:, k]) for k, entry in enumerate(entries)]
-            numbers = np.stack([precise(entry) for entry in entries], 1)
-            entries = tuple(entries) if form == "tuple" else entries
-        if item is None:
-            self.watched_targets = [*getattr(self, "watched_targets", []), *(leaf for _, leaf, _ in leaves)]
-        else:
-            self.leaves += [leaf for leaf in leaves if item.requires_grad]
-            self.constants = [*getattr(self, "constants", []), *(leaf for _, leaf, _ in leaves)]
-        return entries, numbers
+            stacked = tensor(self.turned(array))
+            entries = stacked if form == "stacked" else list(stacked.unbind(1 if self.case.batch_first else 0))
+            return entries, self.turned(precise(stacked)), [Leaf(key, what, stacked, self.turned)]
+        if form in ("same", "shared"):
+            one = tensor(array[:, 0] if form == "same" else array.reshape(-1, array.shape[-1])[:1].sum(0))
+            numbers = precise(one)[:, None] if form == "same" else precise(one)
+            numbers = np.array(np.broadcast_to(numbers, array.shape))
+            entries = [one] * array.shape[1] if form == "same" else one
+            axes = 1 if form == "same" else (0, 1)
+            return (
+                entries,
+                numbers,
+                [Leaf(key, what, one, lambda g: g.sum(axes), 2 if form == "shared" else array.shape[1])],
+            )
+        steps = [tensor(row) for row in np.moveaxis(array, 1, 0)]
+        leaves = [Leaf(key, f"{what}, step {k}", entry, lambda g, k=k: g[:, k]) for k, entry in enumerate(steps)]
+        return tuple(steps) if form == "tuple" else steps, np.stack([precise(entry) for entry in steps], 1), leaves
 
     def _by_head(
         self, draw: Callable[[], tuple[Any, Array]], shape: tuple[int, ...], generator: np.random.Generator
@@ -418,7 +577,7 @@ class Trial:
     def watch(self) -> Watched:
         options = [*self.options.values()]
         options += [value for mapping in options if isinstance(mapping, dict) for value in mapping.values()]
-        return Watched(*self.constants, *getattr(self, "watched_targets", []), *options, self.grad_output)
+        return Watched(*self.constants, *options, self.grad_output)
 
     # ---- Running and checking
 
@@ -427,7 +586,7 @@ class Trial:
         return call(predictions or self.predictions, self.targets, **self.options)
 
     def gradients(self, out: Any, **options: Any) -> list[Tensor]:
-        leaves = [leaf for _, leaf, _ in self.leaves]
+        leaves = [leaf.tensor for leaf in self.leaves]
         if not leaves:
             assert not out.loss.requires_grad
             return []
@@ -437,46 +596,42 @@ class Trial:
 
     def check(self, out: Any) -> None:
         truth = self.truth
-        scalars = (*out.head_means.values(), *out.head_losses.values())
-        for tensor in (out.loss, out.per_sample, *out.per_step.values(), *out.entropy.values(), *scalars):
+        scalars = ("head_means", "head_losses", "approx_kl", "clip_fraction")
+        by_entry = ("per_step", "expected", "entropy", "log_probs")
+        by_head = [tensor for field in scalars + by_entry for tensor in getattr(out, field).values()]
+        for tensor in (out.loss, out.per_sample, *by_head):
             assert tensor.dtype == self.dtype
         anything = np.array(True)
         check_close(out.per_sample.detach(), *truth.per_sample, "per_sample", lenient=anything)
         check_close(out.loss.detach(), *truth.loss, "loss", lenient=anything)
-        for name in self.heads:
-            value, error = (self.turned(array) for array in truth.per_step[name])
-            check_close(out.per_step[name], value, error, f"per_step of {name}", lenient=anything)
-            check_close(out.head_means[name], *truth.head_means[name], f"head_means of {name}", lenient=anything)
-            check_close(out.head_losses[name], *truth.head_losses[name], f"head_losses of {name}", lenient=anything)
-        for field in ("expected", "entropy"):
+        for field in by_entry + scalars:
             assert set(getattr(out, field)) == set(getattr(truth, field))
             for name, arrays in getattr(truth, field).items():
-                value, error = (self.turned(array) for array in arrays)
+                value, error = (self.turned(array) for array in arrays) if field in by_entry else arrays
                 check_close(getattr(out, field)[name], value, error, f"{field} of {name}", lenient=anything)
         assert int(out.num_nonfinite) == truth.num_nonfinite
         assert {name: float(value) for name, value in out.max_abs_logit.items()} == truth.largest
-        names = [name for name, item in zip(self.heads, self.case.heads, strict=True) if item.requires_grad]
-        assert set(out.head_gradient_norms) == set(names if out.loss.requires_grad else [])
+        names = {leaf.key[0] for leaf in self.leaves}
+        assert set(out.head_gradient_norms) == (names if out.loss.requires_grad else set())
         for name, norm in out.head_gradient_norms.items():
-            if truth.finite[name].all():  # otherwise the formula does not define the gradient
+            if truth.known[name].all():  # otherwise the formula does not define the gradient
                 check_close(norm, *truth.gradient_norms[name], f"norm of {name}", lenient=anything)
 
     def check_gradients(self, gradients: list[Tensor]) -> None:
-        for (what, leaf, part), gradient in zip(self.leaves, gradients, strict=True):
+        for (key, what, leaf, part, uses), gradient in zip(self.leaves, gradients, strict=True):
             assert gradient.dtype == leaf.dtype
-            name = what.split(",")[0]
-            value, error = self.truth.gradients[name]
-            if what == name and leaf.shape[:1] == value.shape[:1] and leaf.dim() < value.ndim:
+            value, error = self.truth.gradients[key]
+            if uses > 1:
                 # The gradient of each use of a tensor is rounded before they are added.
-                info, uses = torch.finfo(leaf.dtype), value.shape[1]
+                info = torch.finfo(leaf.dtype)
                 error = error + uses * info.eps * np.abs(value) + uses * info.smallest_normal * info.eps
                 error = np.where(np.abs(value) < info.max / (uses + 1), error, np.inf)  # their sums may overflow
-            unknown = ~self.truth.finite[name]
+            unknown = ~self.truth.known[key[0]]
             unknown = np.broadcast_to(unknown.reshape(*unknown.shape, *[1] * (value.ndim - 2)), value.shape)
-            skipped = part(unknown.astype(float)) > 0
+            skipped = (part(unknown.astype(float)) > 0) & ~(part(np.isnan(value).astype(float)) > 0)
             if self.case.nonfinite == "skip":
                 skipped = np.zeros_like(skipped)
-            expected = np.where(skipped, 0, part(value))
+            expected = np.where(skipped, 0, part(value))  # NaN where the contract says so
             error = np.where(skipped, 0, part(error))
             masked = torch.where(torch.from_numpy(np.array(skipped)), 0.0, gradient.detach())
             check_close(masked, expected, error, f"gradient of {what}")
@@ -520,7 +675,7 @@ def _module(trial: Trial) -> None:
 def _ownership(trial: Trial) -> None:
     """Gradients can be written to without effect on any other tensor, or on a second pass."""
     out = trial.run()
-    leaves = [leaf for _, leaf, _ in trial.leaves]
+    leaves = [leaf.tensor for leaf in trial.leaves]
     if not leaves:
         return
     first = trial.gradients(out, retain_graph=True)
@@ -540,7 +695,7 @@ def _backward(trial: Trial) -> None:
     out = trial.run()
     if trial.leaves:
         out.loss.backward(trial.grad_output)
-        trial.check_gradients([leaf.grad for _, leaf, _ in trial.leaves])  # type: ignore[misc]
+        trial.check_gradients([leaf.tensor.grad for leaf in trial.leaves])  # type: ignore[misc]
 
 
 @context
@@ -548,7 +703,7 @@ def _scaled_loss(trial: Trial) -> None:
     out = trial.run()
     if trial.leaves:
         total = (out.loss * trial.grad_output).sum()
-        trial.check_gradients(list(torch.autograd.grad(total, [leaf for _, leaf, _ in trial.leaves])))
+        trial.check_gradients(list(torch.autograd.grad(total, [leaf.tensor for leaf in trial.leaves])))
 
 
 @context
@@ -559,23 +714,16 @@ def _create_graph(trial: Trial) -> None:
 @context
 def _func_grad(trial: Trial) -> None:
     """Gradients of all predictions of the call."""
-    leaves = [leaf for _, leaf, _ in trial.leaves]
-    if not leaves or any(item.form in ("unbound", "same") for item in trial.case.heads):
+    leaves = [leaf.tensor for leaf in trial.leaves]
+    if not leaves or trial.forms & {"unbound", "same"}:
         return
 
     def loss(predictions: Any) -> Tensor:
         return (trial.run(predictions).loss * trial.grad_output).sum()
 
-    plain = {
-        name: entries.detach() if isinstance(entries, Tensor) else [entry.detach() for entry in entries]
-        for name, entries in trial.predictions.items()
-    }
-    gradients = torch.func.grad(loss)(plain)
-    flat: list[Tensor] = []
-    for (name, entries), item in zip(gradients.items(), trial.case.heads, strict=True):
-        if item.requires_grad:
-            flat += [entries] if isinstance(trial.predictions[name], Tensor) else list(entries)
-    trial.check_gradients(flat)
+    gradients = torch.func.grad(loss)(tree_map(torch.detach, trial.predictions))
+    pairs = zip(tree_leaves(gradients), tree_leaves(trial.predictions), strict=True)
+    trial.check_gradients([gradient for gradient, prediction in pairs if prediction.requires_grad])
 
 
 @context
@@ -600,7 +748,7 @@ def _threads(trial: Trial) -> None:
 def _checkpoint(trial: Trial) -> None:
     if trial.leaves:
         loss = checkpoint(lambda: trial.run().loss, use_reentrant=False)
-        leaves = [leaf for _, leaf, _ in trial.leaves]
+        leaves = [leaf.tensor for leaf in trial.leaves]
         trial.check_gradients(list(torch.autograd.grad(loss, leaves, trial.grad_output)))
 
 
@@ -640,10 +788,7 @@ def _reference(trial: Trial) -> None:
 @context
 def _intermediate(trial: Trial) -> None:
     """Predictions are results of other operations, which consume the gradients."""
-    predictions = {
-        name: entries * 1 if isinstance(entries, Tensor) else [entry * 1 for entry in entries]
-        for name, entries in trial.predictions.items()
-    }
+    predictions = tree_map(lambda entry: entry * 1, trial.predictions)
     trial.check_gradients(trial.gradients(trial.run(predictions)))
 
 
