@@ -128,33 +128,41 @@ class BlockOfSamples {
     const bool plain = coefficients.mask.data == nullptr && coefficients.step_weights.values.data == nullptr &&
                        std::none_of(segments, segments + steps, has_weight);
     const T* losses = static_cast<const T*>(segments->loss.data) + first_ * steps; // the steps of a sample are adjacent
-    const double head_weight = coefficients.head_weight();
-    HeadSums& sums = sums_.heads[h];
+    StepSums* own = by_head_.data() + h * count_;
     for (int64_t b = 0; b < count_; ++b, losses += steps) {
-      StepSums own{0, 0, 0};
+      StepSums of_sample{0, 0, 0};
       for (int64_t t = 0; t < steps; ++t) {
         if (plain) {
-          own.add(true, losses[t], 1);
+          of_sample.add(true, losses[t], 1);
         } else {
           const bool is_unmasked = coefficients.mask.includes(first_ + b, segments[t].step);
-          own.add(is_unmasked, losses[t], coefficients.step_weight(segments[t], first_ + b));
+          of_sample.add(is_unmasked, losses[t], coefficients.step_weight(segments[t], first_ + b));
         }
       }
-      sums.losses += own.losses;
-      sums.unmasked += own.unmasked;
-      losses_[b] += own.loss(head.weight, head_weight);
-      by_head_[h * count_ + b] = own;
+      own[b] = of_sample;
     }
+    const double weight = head.weight, head_weight = coefficients.head_weight();
+    double* of_samples = losses_.data();
+    double sum = 0, unmasked = 0;
+#pragma omp simd reduction(+ : sum, unmasked)
+    for (int64_t b = 0; b < count_; ++b) {
+      sum += own[b].losses;
+      unmasked += own[b].unmasked;
+      of_samples[b] += own[b].loss(weight, head_weight);
+    }
+    sums_.heads[h].losses = sum;
+    sums_.heads[h].unmasked = unmasked;
   }
 
   void store_samples() {
     pass_.per_sample.store(first_, count_, losses_.data());
+    int64_t nonfinite = 0;
     for (int64_t b = 0; b < count_; ++b) {
-      if (is_finite(b)) {
-        continue;
-      }
-      sums_.total.nonfinite += 1;
-      for (int64_t s = 0; s < pass_.num_segments && pass_.skips_nonfinite; ++s) {
+      nonfinite += is_finite(b) ? 0 : 1;
+    }
+    sums_.total.nonfinite = static_cast<double>(nonfinite);
+    for (int64_t b = 0; b < count_ && nonfinite > 0 && pass_.skips_nonfinite; ++b) {
+      for (int64_t s = 0; s < pass_.num_segments && !is_finite(b); ++s) {
         pass_.segments[s].metrics[first_ + b].gradient_square = 0;
         pass_.clear_gradients(pass_.segments[s], first_ + b);
       }
