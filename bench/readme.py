@@ -163,6 +163,12 @@ def variations_table() -> str:
     return table(["forward + backward, ms", "dtype", "threads", *CELLS], lines) + "\n\n" + machine
 
 
+def policies_table() -> str:
+    rows, machine = load("policy_losses")
+    lines = [[size, *cells(found)] for size, found in contestants_by_row(rows, "forward+backward").items()]
+    return table(["PPO with its value, forward + backward, ms", *CELLS], lines) + "\n\n" + machine
+
+
 def heads_table(wanted: str, header: str) -> str:
     rows, machine = load("heads")
     microseconds = header.endswith("µs")
@@ -355,17 +361,28 @@ def recipes_table() -> str:
     return table(header, lines) + "\n\n" + machine
 
 
-def steps_table() -> str:
-    """Other projects with our loss in place of theirs: the loss alone, next to the whole learner step."""
-    found, machine = by_project()
-    header, lines = ["ms: theirs, ours"], [["loss alone"], ["whole learner step"]]
-    for name, rows in found.items():
-        header.append(name)
-        for line, what in zip(lines, ("loss", "step"), strict=True):
-            theirs, ours = rows["float32"][what]["theirs"], rows["float32"][what]["ours"]
-            line.append(f"{significant(theirs)}, {significant(ours)} ({theirs / ours:.2f}x)")
-    caption = "[Learners of other projects](docs/coming_from.md) with our loss in place of theirs; " + machine
-    return table(header, lines) + "\n\n" + caption
+def numbers_list() -> str:
+    """The three numbers that README begins with."""
+    found = speed_rows()["loss of MuZero: B 256 K 5 S 601 A 18"]
+    ours, *_, ratio = cells(found)
+    gpu = json.loads((RESULTS / "nvidia-h200.json").read_text())
+    case: dict[str, float] = {}
+    for row in filter(for_readme, gpu["rows"]):
+        if row["group"] == "loss" and row["size"] == "B 256 K 5 S 601 A 18":
+            case.setdefault(row["contestant"], row["median_ms"])
+    eager, fused, graph = (significant(case[name]) for name in ("eager", "fused", "fused, CUDA graph"))
+    projects = [rows["float32"]["step"] for rows in by_project()[0].values()]
+    gains = [step["theirs"] / step["ours"] for step in projects]
+    return "\n".join(
+        [
+            f"- MuZero's loss on a CPU, forward and backward: {ours} ms, {ratio.split('x')[0]} times as fast as the "
+            "faster of `torch.compile` and eager PyTorch.",
+            f"- The same on a GPU: {eager} ms eager, {fused} ms fused, {graph} ms in a CUDA graph "
+            f"({gpu['machine']['gpu']}, measured with version {gpu['machine']['gradscale_ext']}).",
+            f"- Whole learner steps of {len(gains)} projects on a CPU, with our loss in place of theirs: "
+            f"{min(gains):.2f} to {max(gains):.1f} times as fast, depending on the network's share.",
+        ]
+    )
 
 
 def significant(number: float) -> str:
@@ -493,11 +510,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "GPU": lambda: gpu_table(for_readme),
     "GPU, all": lambda: gpu_table(lambda row: True),
     "doors": doors_table,
-    "steps": steps_table,
+    "numbers": numbers_list,
     "returns": returns_table,
     "loss": loss_table,
     "loss, variations": variations_table,
     "heads": lambda: heads_table("forward+backward", "B 1024, forward + backward, µs"),
+    "policies": policies_table,
     "C51": lambda: heads_table("C51", "51 bins, µs"),
     "decode": lambda: heads_table("decode", "601 bins, µs"),
     "matrix": matrix_table,

@@ -93,6 +93,46 @@ def test_old_and_new_code_of_the_readme_agree():
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
 
 
+def test_each_line_of_the_readme_runs():
+    """The lines of "You have, you write"."""
+    part = PAGES[0].read_text().partition("## You have, you write")[2].partition("\n## ")[0]
+    lines = re.findall(r"^\| .* \| `(.+)` \|$", part, re.MULTILINE)
+    assert len(lines) == 8
+    batch, steps = 3, 5
+    model, x = torch.nn.Linear(4, 2), torch.randn(batch, 4, requires_grad=True)
+    names = {
+        "gs": gs,
+        "rewards": torch.randn(batch, steps),
+        "values": torch.randn(batch, steps + 1),
+        "terminated": torch.zeros(batch, steps, dtype=torch.bool),
+        "support": gs.Support.linear(-10, 10, 51),
+        "next_probabilities": torch.rand(batch, steps, 51).softmax(-1),
+        "discounts": torch.full((batch, steps), 0.9),
+        "classifier": model,
+        "features": x,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters()),
+        "loss": model(x).sum(),
+        "update": lambda x: model(x).sum().backward(),
+    }
+    sizes = {"value": (steps, 601), "reward": (steps, 601), "policy": (steps, 4)}
+    fields = {"actions": torch.tensor([0, 3, 1]), "advantages": torch.randn(batch), "log_probs": -torch.rand(batch)}
+    inputs = {
+        "muzero": {
+            "predictions": {name: torch.randn(batch, *size) for name, size in sizes.items()},
+            "targets": {"value": torch.randn(batch, steps), "reward": torch.randn(batch, steps)}
+            | {"policy": torch.rand(batch, steps, 4)},
+        },
+        "ppo": {
+            "predictions": {"policy": torch.randn(batch, 4), "value": torch.randn(batch)},
+            "targets": {"policy": fields, "value": {"returns": torch.randn(batch)}},
+        },
+    }
+    for line in lines:
+        agent = re.search(r"MultiStepLoss\.(\w+)", line)
+        exec(line, names | (inputs[agent[1]] if agent else {}))
+
+
 def anchors(page):
     """The anchors that GitHub and the site generate for the headings of a page, or of the page that it includes."""
     included = re.match(r"```\{include\} (\S+)", page.read_text())
