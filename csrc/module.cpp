@@ -1,4 +1,4 @@
-// The front door of the C++ side. Operators that torch.compile must see register themselves with TORCH_LIBRARY in their
+// The Python module. Operators that torch.compile must see register themselves with TORCH_LIBRARY in their
 // own files; this pybind11 module holds the entry points of eager mode, whose calls have the least overhead.
 #include "capture/guards.h"
 #include "cuda/driver.h"

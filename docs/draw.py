@@ -320,7 +320,7 @@ def house() -> Figure:
             3.4,
             [("reference/: all of it in plain PyTorch", GOLD), ("_context.py: which context is this call in?", GREY)],
         ),
-        (2.7, [("csrc/module.cpp: the front door of the C++ side", GREY)]),
+        (2.7, [("csrc/module.cpp: the Python module", GREY)]),
         (1.8, [(f"csrc/{name}/", GREEN) for name in ("flow", "loss", "support", "statistics", "returns", "capture")]),
         (1.1, [("csrc/torch/: autograd, contexts, the pool of gradients' memory", GREY)]),
         (

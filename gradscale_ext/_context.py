@@ -203,7 +203,7 @@ say_once = functools.cache(warn)
 
 
 def say_why_slow(function: str, arguments: Mapping[str, object]) -> None:
-    """Say once which argument keeps an eager call from the direct way into C++: a tensor that dispatches in Python."""
+    """Warn once that an eager call is slow, because an argument is a tensor whose operations run in Python."""
     if not has_values(*arguments.values()):
         return  # a tracer
     for name, value in arguments.items():

@@ -95,7 +95,7 @@ def is_ordinary() -> bool:
 
 
 def warn_of_reference(function: str, answer: object) -> None:
-    """Say once which argument sends a call to plain PyTorch, although there are kernels for its device.
+    """Warn once that a call falls back to plain PyTorch on a device with kernels, and why.
 
     `answer` is what the gate of the kernels returned. Nothing is said where it names no argument, because plain
     PyTorch is the right path: in torch.func transforms, in forward mode and in dispatch modes, which must see the

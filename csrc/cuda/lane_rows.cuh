@@ -12,7 +12,7 @@
 // The computation is a formula, a type that derives from LaneShape and has
 //
 // - Exponent: the type of the differences d of logits from the maximum, and of the exponentials e = exp(x - maximum);
-// - begin_row(owner, packets, exponent): the following calls are about this row, whose numbers lane `owner` holds;
+// - begin_row(owner, packets, exponent): starts a row. Lane `owner` stores its per-row scalars;
 // - target(packets, n, t): the target of element n of this lane, whose value in memory is t;
 // - add(sums, packets, n, e, d, t): adds element n to the kSums sums of its chain (LanePackets); gradient() needs the
 //   first kRowSums sums of the row;
@@ -387,7 +387,7 @@ class LaneRows {
 
 // The number of blocks that should fit on a multiprocessor. A thread needs `others` registers, and for each element the
 // registers of its exponential, of its target and difference if these are kept, and of the logit and target of the next
-// row if that is loaded ahead. Two of these fit into a register if they are of a half type.
+// row if that is loaded ahead. Half types are packed in pairs, one register each.
 template <class Formula>
 GRADSCALE_HOST_DEVICE constexpr int lane_blocks(int others) {
   constexpr int rows = Formula::kHasTargets ? 2 : 1;

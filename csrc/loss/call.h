@@ -290,9 +290,9 @@ struct Call : Options {
   template <class Visit>
   void each_tensor(Visit visit) const;
 
-  // Checks the arguments in the forward pass, allocates outputs and gradients, unless they are there already, and
-  // describes the pass over the rows that writes them; valid until end_pass(), which gets the launches that computed
-  // it. Throws a Refusal of arguments that do not fit each other.
+  // Checks the arguments in the forward pass; throws a Refusal of arguments that do not fit each other. Allocates the
+  // outputs, and the gradients if they are not allocated yet. The result is valid until end_pass(), which accepts the
+  // launches that computed it.
   Pass begin_pass();
   void end_pass(std::shared_ptr<const Launches> used);
 

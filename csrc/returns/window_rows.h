@@ -67,7 +67,7 @@ struct Weight {
 
 // Computes the returns of the block of n steps that begins at `begin`. Calls put(t, sum, last, rest) for each step: the
 // return is sum + rest. `sum` is the part in the block, `rest` the part after it, and `last` the bootstrap in `rest`.
-// `steps[t]` is a StepOfRow; the last one is cut. `rests` and `lasts` have room for n numbers each. `lasts` is null if
+// `steps[t]` is a StepOfRow; the last one is cut. `rests` and `lasts` hold n elements each. `lasts` is null if
 // `last` is not needed.
 template <class A, class Steps, class Put>
 GRADSCALE_HOST_DEVICE void n_step_block(
@@ -117,7 +117,7 @@ GRADSCALE_HOST_DEVICE void n_step_block(
 }
 
 // Computes the transitions of the block of n steps that begins at `begin`. Calls put(t, rewards, discount, m) for each
-// step, whose window has m steps; m is 0 if the step is masked. `rests` and `discounts` have room for n numbers each.
+// step, whose window has m steps; m is 0 if the step is masked. `rests` and `discounts` hold n elements each.
 template <class A, class Steps, class Put>
 GRADSCALE_HOST_DEVICE void n_step_transitions_block(
     const Steps& steps, int64_t count, int64_t begin, int64_t n, A* rests, A* discounts, const Put& put) {

@@ -13,7 +13,7 @@ struct RowBatch {
 };
 
 // The sums of CrossEntropy for a row batch's rows. kWeighted weights the exponentials by 2j - width + 1 or by raw
-// centre j, and by differences of logits for a policy. Lanes without a row hold numbers that are not used.
+// centre j, and by differences of logits for a policy. Unused lanes are undefined.
 template <class A>
 struct RowBatchSums {
   A at[CrossEntropy<A, kSubtractsEntropy>::kSums][kLanes];
