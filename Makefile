@@ -149,6 +149,7 @@ version-%: .versions/%/.venv/torch $(VENV)/driver.so
 	  $(MAKE) --directory=.versions/$* .venv/torch TORCH=torch==$*
 
 bench: $(VENV)/examples $(VENV)/clients
+	$(BIN)/python bench/install.py --json bench/results/install.json
 	$(BIN)/python bench/loss.py --json bench/results/loss.json
 	$(BIN)/python bench/heads.py --json bench/results/heads.json
 	$(BIN)/python bench/policy_losses.py --json bench/results/policy_losses.json

@@ -362,7 +362,7 @@ def recipes_table() -> str:
 
 
 def numbers_list() -> str:
-    """The three numbers that README begins with."""
+    """The numbers that README begins with."""
     found = speed_rows()["loss of MuZero: B 256 K 5 S 601 A 18"]
     ours, *_, ratio = cells(found)
     gpu = json.loads((RESULTS / "nvidia-h200.json").read_text())
@@ -373,6 +373,7 @@ def numbers_list() -> str:
     eager, fused, graph = (significant(case[name]) for name in ("eager", "fused", "fused, CUDA graph"))
     projects = [rows["float32"]["step"] for rows in by_project()[0].values()]
     gains = [step["theirs"] / step["ours"] for step in projects]
+    install = json.loads((RESULTS / "install.json").read_text())
     return "\n".join(
         [
             f"- MuZero's loss on a CPU, forward and backward: {ours} ms, {ratio.split('x')[0]} times as fast as the "
@@ -381,6 +382,8 @@ def numbers_list() -> str:
             f"({gpu['machine']['gpu']}, measured with version {gpu['machine']['gradscale_ext']}).",
             f"- Whole learner steps of {len(gains)} projects on a CPU, with our loss in place of theirs: "
             f"{min(gains):.2f} to {max(gains):.1f} times as fast, depending on the network's share.",
+            f"- `pip install .` compiles for {install['rows'][0]['seconds'] / 60:.1f} minutes on "
+            f"{install['machine']['cores']} cores.",
         ]
     )
 
