@@ -273,6 +273,19 @@ def test_without_steps_for_scalars_with_a_support(impl):
     close(out.expected["h"], support.decode(x))
 
 
+def test_without_steps_in_a_graph():
+    """Entries `[B]` have a single dimension."""
+    heads = {"plain": gs.MeanSquaredError(), "value": gs.TwoHot(gs.Support(-2, 2, 5))}
+    predictions, targets = {"plain": normal(B), "value": normal(B, 5)}, {"plain": normal(B), "value": normal(B)}
+
+    def call(predictions):
+        return gs.multi_step_loss(heads, predictions, targets, steps=False)
+
+    expected = gs.multi_step_loss(heads, predictions, targets, steps=False, impl="reference")
+    torch._dynamo.reset()
+    compare(torch.compile(call, backend="aot_eager", fullgraph=True)(predictions), expected)
+
+
 # ---- Masks, weights, types ------------------------------------------------------------------------------------------
 
 

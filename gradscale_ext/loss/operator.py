@@ -163,10 +163,10 @@ def _shapes(
     for kind, detail in zip([name for name in names if name in _FIELDS], head_details, strict=True):
         of_prediction, of_target = _FIELDS[kind]
         count, *others = itertools.islice(counts, len(of_prediction))
-        steps = count or predictions[first].shape[step_dim]
         size: tuple[Any, ...] = (batch,)
         stride: tuple[Any, ...] = (1,)
         if options.steps:
+            steps = count or predictions[first].shape[step_dim]
             size, stride = ((batch, steps), (steps, 1)) if options.batch_first else ((steps, batch), (1, steps))
         leading = 2 if options.steps and count == _STACKED else 1
         outputs_of_head = {"per_step": True, "details": detail, "log_probs": kind in _POLICIES}
