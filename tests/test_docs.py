@@ -48,6 +48,16 @@ def test_snippets_run(snippet, monkeypatch, tmp_path):
     exec(compile(snippet, "snippet", "exec"), namespace)
 
 
+def test_shown_output_is_printed(capsys):
+    """A ```text block shows what the snippet before it prints."""
+    pattern = r"(?s)```python\n([^`]*)```[^`]*```text\n(.*?)```"
+    shown = [found for page in PAGES for found in re.findall(pattern, page.read_text())]
+    assert shown
+    for snippet, output in shown:
+        exec(snippet, {"__name__": "snippet"})
+        assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == output.splitlines()
+
+
 @pytest.mark.parametrize("snippet", [param for param in SNIPPETS if "init_process_group" in param.values[0]])
 def test_distributed_snippets_run_under_torchrun(snippet, tmp_path):
     (tmp_path / "script.py").write_text(snippet)
