@@ -9,8 +9,9 @@ is built by its constructor.
 They are registered with PyTorch as its own operations are, so that gradients are changed in eager mode, under
 `create_graph`, `torch.func` transforms, `torch.compile`, `torch.export`, checkpointing, autocast, DDP and FSDP2 alike.
 An operator that cannot give the right gradient raises. An in-place operation on the result, or on `x` afterwards, which
-would take the operator out of the graph, raises as well; clone() first. An exported program keeps the operators; after
-`run_decompositions()`, which is for inference, they are gone from it, as `detach()` is.
+would take the operator out of the graph, raises as well; clone() first. An exported program keeps the operators. Graphs
+of its `run_decompositions()`, which is for inference, and of `make_fx` have lost them, without an error, because both
+record what runs after autograd; `make_fx(..., pre_dispatch=True)` keeps them.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ def scale_gradient(x: Tree, scale: float | torch.Tensor) -> Tree:
             again, or `scale` is not real.
         ValueError: a tensor `scale` requires grad, does not broadcast to `x`, or is on another device.
 
-    In every context (eager, `no_grad`, double backward, `torch.func` transforms, forward-mode AD, `torch.compile`,
-    `torch.export`, checkpointing) value and gradient follow the formula. When the incoming gradient's memory
-    belongs to nobody else it is scaled in place.
+    Value and gradient follow the formula in eager mode, `no_grad`, double backward, `torch.func` transforms,
+    forward-mode AD, `torch.compile`, `torch.export` and checkpointing. When the incoming gradient's memory belongs to
+    nobody else it is scaled in place.
 
     Related names: gradient scaling, `x * s + x.detach() * (1 - s)`, `GradMultiply` (fairseq).
 
@@ -76,7 +77,7 @@ def reverse_gradient(x: Tree, scale: float | torch.Tensor = 1.0, **other: NoRetu
 
     Forward ``y = x``; backward ``dL/dx = -scale * dL/dy``. The gradient reversal layer of domain-adversarial training
     (Ganin et al. 2016, DANN): the features before it learn to confuse the classifier behind it. The rules of
-    `scale_gradient` apply, in forward mode and in every other context.
+    `scale_gradient` apply, in forward mode and in the other contexts.
 
     Args:
         x: floating or complex tensor of any shape, or a structure of them.

@@ -622,6 +622,28 @@ def test_functionalize(name, remove):
     assert torch.equal(functionalize(loss)(x), value)
 
 
+@pytest.mark.parametrize("name", FUNCTIONALIZED)
+def test_tracers_after_autograd_drop_the_operators(name):
+    """As docs/how_to/torch_compile.md says. Tracers before autograd, and a traced backward pass, keep them."""
+
+    class Loss(torch.nn.Module):
+        def forward(self, x):
+            return (FUNCTIONALIZED[name](x * 1) * G).sum()
+
+    def gradient(loss, x):
+        return torch.autograd.grad(loss(x), x)[0]
+
+    loss, x = Loss(), torch.ones(2, 3, requires_grad=True)
+    expected = gradient(loss, x)
+    assert not torch.allclose(expected, G)
+    exported = torch.export.export(loss, (x,))
+    for kept in (exported.module(), make_fx(loss, pre_dispatch=True)(x)):
+        torch.testing.assert_close(gradient(kept, x), expected)
+    torch.testing.assert_close(make_fx(lambda x: gradient(loss, x))(x)(x), expected)
+    for lost in (exported.run_decompositions().module(), make_fx(loss)(x)):
+        assert torch.equal(gradient(lost, x), G)
+
+
 @pytest.mark.parametrize("modified", ["result", "input"])
 def test_functionalize_with_a_later_change_in_place_raises(modified):
     def function(x):
