@@ -1,6 +1,6 @@
 """Time of `pip install .` with PyTorch installed, and nothing cached.
 
-    python bench/install.py --json bench/results/install.json
+python bench/install.py --json bench/results/install.json
 """
 
 from __future__ import annotations
