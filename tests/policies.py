@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 import gradscale_ext as gs
@@ -139,3 +141,19 @@ def assert_right(name, leading, dtype, device="cpu", **options):
             atol=tolerance * scale,
             msg=lambda m, key=key: f"{key}: {m}",
         )
+
+
+def assert_large_ratios_are_right(device="cpu"):
+    """The gradient of a mean fits into float32, but not before it is divided by the number of samples."""
+    predictions, actions = {"means": torch.zeros(9, 2), "log_stds": torch.zeros(9, 2)}, torch.full((9, 2), 8.0)
+    log_probs = -(actions.square() / 2 + 0.5 * math.log(2 * math.pi)).sum(1) - 87
+    fields = {"actions": actions, "advantages": -torch.ones(9), "log_probs": log_probs}
+    results = []
+    for impl, dtype, where in (("fused", torch.float32, device), ("reference", torch.float64, "cpu")):
+        own = {name: tensor.to(where, dtype).requires_grad_() for name, tensor in predictions.items()}
+        given = {name: tensor.to(where, dtype) for name, tensor in fields.items()}
+        heads = {"policy": gs.GaussianPolicyGradient()}
+        out = gs.multi_step_loss(heads, {"policy": own}, {"policy": given}, steps=False, impl=impl)
+        results.append([gradient.cpu().double() for gradient in torch.autograd.grad(out.loss, own["means"])])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=0)
+    assert results[1][0].abs().min() * 9 > torch.finfo(torch.float32).max

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from policies import CASES, assert_right, inputs_of, leaves_of
+from policies import CASES, assert_large_ratios_are_right, assert_right, inputs_of, leaves_of
 from test_cuda import device
 
 import gradscale_ext as gs
@@ -32,6 +32,10 @@ def test_other_gradients_of_the_loss(name, device):
         weight = torch.full_like(out.loss, -2.5)
         found = torch.autograd.grad(out.loss, leaves, weight)
         torch.testing.assert_close(found, torch.autograd.grad(expected.loss, leaves, weight), rtol=1e-9, atol=1e-12)
+
+
+def test_large_ratios(device):
+    assert_large_ratios_are_right(device)
 
 
 def test_infinite_clipped_values(device):

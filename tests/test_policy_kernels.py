@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from policies import CASES, assert_right, inputs_of, leaves_of, results_of
+from policies import CASES, assert_large_ratios_are_right, assert_right, inputs_of, leaves_of, results_of
 
 import gradscale_ext as gs
 
@@ -96,6 +96,10 @@ def test_only_one_field_of_a_prediction_requires_grad():
             gradient = torch.autograd.grad(out.loss, prediction[field])[0]
             results.append((gradient, out.head_gradient_norms["p"]))
         torch.testing.assert_close(results[0], results[1], rtol=1e-11, atol=1e-13)
+
+
+def test_large_ratios():
+    assert_large_ratios_are_right()
 
 
 def test_samples_that_are_skipped():

@@ -434,7 +434,13 @@ template <class A>
   if (!s.wants_gradient()) {
     return;
   }
-  const A entropy_weight = static_cast<A>(s.head->entropy_weight);
+  A weights[kLanes]; // of the entropy
+#pragma omp simd
+  for (int64_t i = 0; i < kLanes; ++i) {
+    const A coefficient = static_cast<A>(row_batch.coefficients[i]); // first: a gradient may overflow
+    slopes[i] = slopes[i] * coefficient;
+    weights[i] = static_cast<A>(s.head->entropy_weight) * coefficient;
+  }
   const bool counts_means = s.gradient.data != nullptr;
   const bool counts_scales = log_scale_gradient.data != nullptr && !s.shares_scales;
   double squares[kLanes] = {};
@@ -443,9 +449,8 @@ template <class A>
 #pragma omp simd
       for (int64_t i = 0; i < kLanes; ++i) {
         const NormalTerm<A> term = columns.at(j, i);
-        const A c = static_cast<A>(row_batch.coefficients[i]);
-        const A of_mean = term.mean_gradient(slopes[i]) * c;
-        const A of_scale = term.log_scale_gradient(slopes[i], entropy_weight) * c;
+        const A of_mean = term.mean_gradient(slopes[i]);
+        const A of_scale = term.log_scale_gradient(slopes[i], weights[i]);
         columns.z.at[j][i] = of_mean;
         columns.log_scales.at[j][i] = of_scale;
         squares[i] += (counts_means ? squared(of_mean) : 0) + (counts_scales ? squared(of_scale) : 0);

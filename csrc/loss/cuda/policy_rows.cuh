@@ -196,14 +196,15 @@ GRADSCALE_DEVICE void scored_row(RowOf<GaussianPolicyGradient<A>>, const RowTask
   A square = 0;
   if (task.wants_gradient() || scale_gradient.data != nullptr) {
     const A coefficient = static_cast<A>(task.factor.coefficient);
+    const A slope = score.slope * coefficient, weight = entropy_weight * coefficient; // first: a gradient may overflow
     each_normal<T, A>(task, [&](const A* means, const A* scales, const A* actions, int32_t first) {
       A of_means[size], of_scales[size];
 #pragma unroll
       for (int k = 0; k < size; ++k) {
         const auto term = NormalTerm<A>::of(means[k], scales[k], actions[k]);
         const bool counts = task.factor.counts && first + k < task.width;
-        of_means[k] = counts ? term.mean_gradient(score.slope) * coefficient : A(0);
-        of_scales[k] = counts ? term.log_scale_gradient(score.slope, entropy_weight) * coefficient : A(0);
+        of_means[k] = counts ? term.mean_gradient(slope) : A(0);
+        of_scales[k] = counts ? term.log_scale_gradient(slope, weight) : A(0);
         square +=
             scale_gradient.data == nullptr || task.block.segment.shares_scales ? A(0) : of_scales[k] * of_scales[k];
       }
