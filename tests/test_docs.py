@@ -126,7 +126,6 @@ def test_each_line_of_the_readme_runs():
         "update": lambda x: model(x).sum().backward(),
     }
     sizes = {"value": (steps, 601), "reward": (steps, 601), "policy": (steps, 4)}
-    fields = {"actions": torch.tensor([0, 3, 1]), "advantages": torch.randn(batch), "log_probs": -torch.rand(batch)}
     inputs = {
         "muzero": {
             "predictions": {name: torch.randn(batch, *size) for name, size in sizes.items()},
@@ -134,8 +133,9 @@ def test_each_line_of_the_readme_runs():
             | {"policy": torch.rand(batch, steps, 4)},
         },
         "ppo": {
-            "predictions": {"policy": torch.randn(batch, 4), "value": torch.randn(batch)},
-            "targets": {"policy": fields, "value": {"returns": torch.randn(batch)}},
+            **{name: torch.randn(batch) for name in ("values", "log_probs", "advantages", "returns")},
+            "logits": torch.randn(batch, 4),
+            "actions": torch.tensor([0, 3, 1]),
         },
     }
     for line in lines:
