@@ -203,8 +203,8 @@ class Checker:
             return f"; write {next(iter(expressions))}"
         if name == "rewards":
             return self._remedy_for_rewards(len(shape))
-        if remedy := self._remedy_for_last_values(name, value):
-            return remedy
+        if name == "next_values":
+            return self._remedy_for_last_values(name, value)
         if shape == (self.steps + more,):
             sizes = ", ".join(map(str, self.sizes(more)))
             return f"; write {name}{'' if self.batch_first else '[:, None]'}.expand({sizes}) if all rows are alike"
@@ -226,18 +226,25 @@ class Checker:
         return f"; to map over the last dimension{'s' if dims > 3 else ''}, write {mapped}({names})"
 
     def _remedy_for_last_values(self, name: str, value: torch.Tensor) -> str:
-        """Remedy for next_values of the last step alone."""
-        values = self._others.get("values")
+        """Remedy for next_values of the last step alone, in this order of dimensions or in the other."""
+        values, shape = self._others.get("values"), tuple(value.shape)
         has_steps = isinstance(values, torch.Tensor) and values.shape == self.sizes(0)
-        can_be_appended = has_steps and self._others.get("truncated") is None
-        is_last = tuple(value.shape) in ((self.batch,), self.sizes(1 - self.steps))
-        if name != "next_values" or not is_last or not can_be_appended:
+        if name != "next_values" or not has_steps or self._others.get("truncated") is not None:
             return ""
-        last = name if value.dim() == 2 else f"{name}[:, None]" if self.batch_first else f"{name}[None]"
-        return (
-            f"; the value of the state after the last step belongs to values {self.shape(1)}: write "
-            f"values=torch.cat([values, {last}], {1 if self.batch_first else 0}), and leave out next_values"
-        )
+        if shape in ((self.batch,), self.sizes(1 - self.steps)):
+            appended = appended_values(name, value.dim(), self.batch_first)
+            return (
+                f"; the value of the state after the last step belongs to values {self.shape(1)}: write {appended}, and "
+                "leave out next_values"
+            )
+        if shape == (self.steps,):
+            other = not self.batch_first
+            order = written(("B", self.step_letter) if other else (self.step_letter, "B"))
+            return (
+                f"; if rewards are {order}, and these the values after the last step, write batch_first={other} and "
+                f"{appended_values(name, 1, other)}, and leave out next_values"
+            )
+        return ""
 
     def shape(self, more: int = 0) -> str:
         """The shape of rewards, with `more` additional steps."""
@@ -396,6 +403,12 @@ def check_trajectories(
     )
 
 
+def appended_values(name: str, dims: int, batch_first: bool) -> str:
+    """Code for values with those after the last step, `[B]` or with a dimension of steps."""
+    last = name if dims == 2 else f"{name}[:, None]" if batch_first else f"{name}[None]"
+    return f"values=torch.cat([values, {last}], {1 if batch_first else 0})"
+
+
 def _check_values(check: Checker, takes: Function, values: Any, next_values: Any, truncated: Any) -> None:
     """Check the values of states or actions, or of all observations if there are no next_values."""
     function, name = check.function, takes.values
@@ -408,9 +421,11 @@ def _check_values(check: Checker, takes: Function, values: Any, next_values: Any
     check.floats(name, values, 1 if next_values is None else 0)
     if next_values is None:
         if tuple(values.shape) == check.sizes():
+            appended = appended_values("last_values", 1, check.batch_first)
+            remedy = f"write {appended} to append the values of the last observations, or " if truncated is None else ""
             raise ValueError(
                 f"{function}: values must have shape {check.shape(1)}, one for each observation, because next_values "
-                f"is None, but its shape is {check.shape()}; give next_values, the values of the true successors"
+                f"is None, but its shape is {check.shape()}; {remedy}give next_values, the values of the true successors"
             )
         check.shaped("values", values, 1, ", one for each observation")
         if truncated is not None:

@@ -559,6 +559,22 @@ CASES = {
     "last values, time first": Case(
         lambda next_values=V1[:, -1], values=V1.T[:-1]: lam(R.T, values, next_values, batch_first=False), (lam().T,)
     ),
+    "last values, batch_first=False forgotten": Case(
+        lambda next_values=V1[:, -1], values=V1.T[:-1], batch_first=True: lam(
+            R.T, values, next_values, batch_first=batch_first
+        ),
+        (lam().T,),
+    ),
+    "last values, batch_first=False by mistake": Case(
+        lambda next_values=V1[:, -1], values=V1[:, :-1], batch_first=False: lam(
+            R, values, next_values, batch_first=batch_first
+        ),
+        (lam(),),
+    ),
+    "values without the last": Case(lambda values=V1[:, :-1], last_values=V1[:, -1]: lam(R, values), (lam(),)),
+    "values without the last, time first": Case(
+        lambda values=V1.T[:-1], last_values=V1[:, -1]: lam(R.T, values, batch_first=False), (lam().T,)
+    ),
     "discounts along time or rows": Case(
         lambda discount=V[0].sigmoid(): lam(discount=discount), (lam(discount=V[:1].sigmoid()), None)
     ),

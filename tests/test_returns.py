@@ -1197,7 +1197,7 @@ def test_what_an_error_of_a_shape_says_to_write_is_accepted(function, batch_firs
                     written = re.search(
                         r"; .*?write (values=)?(.*?)(, and leave out next_values| if all .*|$)", str(error)
                     )
-                if written is None:
+                if written is None or "batch_first=" in written[2]:  # test_all_advice.py reads the other order
                     continue
                 label = "q_values" if function == "retrace" and name == "values" else name
                 corrected = eval(written[2], {"torch": torch, "values": data["values"], label: wrong})

@@ -678,7 +678,7 @@ def multi_step(
     heads: dict[str, Any],
     x: dict[str, Fields],
     targets: dict[str, Fields],
-    shared: dict[str, dict[str, float]],
+    shared: dict[str, dict[str, Any]],
     wants_gradient: dict[str, tuple[str, ...]],
     masks: dict[str, Array],
     eps: dict[str, float],
@@ -693,8 +693,8 @@ def multi_step(
     summed: float,
 ) -> MultiStep:
     """Predictions and targets `[B, T_h, ...]` by field, masks, step weights and scales `[B, T]`, importance weights
-    `[B]`. The gradient of a `shared` field is the sum over all entries, each rounded to the given epsilon. The norm
-    is that of the fields in `wants_gradient`.
+    `[B]`. The gradient of a `shared` field is the sum over all entries, each rounded to the type of the given
+    `torch.finfo`. The norm is that of the fields in `wants_gradient`.
 
     Allowed rounding: `rounded` epsilons of the magnitudes of a head's loss terms, `summed` epsilons of a sum's terms.
     """
@@ -785,7 +785,9 @@ def multi_step(
                 if field in wants_gradient[name]:
                     own = (gradient, np.nan_to_num(entering, nan=np.inf, posinf=np.inf))
                     if field in shared[name]:
-                        entering = own[1] + (shared[name][field] + summed * coarsest) * np.abs(gradient)
+                        info, size = shared[name][field], np.abs(gradient)
+                        entering = own[1] + (info.eps + summed * coarsest) * size
+                        entering = np.where(size < info.max, entering, np.inf)  # an entry may overflow
                         own = gradient.sum((0, 1)), entering.sum((0, 1))
                     squares = squares + [(array**2).sum() for array in own]
             if name not in result.gradient_norms:

@@ -429,7 +429,7 @@ class Trial:
             self.x,
             t,
             {
-                name: {"log_stds": torch.finfo(item.dtype_of(item.dtype, 1)).eps} if item.shared else {}
+                name: {"log_stds": torch.finfo(item.dtype_of(item.dtype, 1))} if item.shared else {}
                 for name, item in items
             },
             {name: tuple(field for field in self.x[name] if item.wants_gradient(field)) for name, item in items},
