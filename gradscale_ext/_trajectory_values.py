@@ -14,7 +14,7 @@ def check_values(function: str, call: Trajectories) -> None:
     """Check coefficients that are tensors, and warn where the value of a masked successor is bootstrapped from.
 
     Raises:
-        ValueError: a discount is not from -1 to 1, or a lambda_ is not from 0 to 1.
+        ValueError: a discount is not from -1 to 1, a lambda_ is not from 0 to 1, or a ratio is negative.
         NotImplementedError: there are no values.
     """
     _context.require_values(function, function, *call)
@@ -24,6 +24,14 @@ def check_values(function: str, call: Trajectories) -> None:
                 wrong = coefficient[~((coefficient >= low) & (coefficient <= 1))]
                 if len(wrong):
                     raise ValueError(f"{function}: {name} must be from {low} to 1, but it has {float(wrong[0]):.6g}")
+        if call.ratios is not None:
+            unmasked = call.ratios if call.mask is None else call.ratios[call.mask]
+            negative = unmasked[unmasked < 0]
+            if len(negative):
+                raise ValueError(
+                    f"{function}: ratios must be at least 0, but it has {float(negative[0]):.6g}; if these are "
+                    "logarithms, write ratios.exp()"
+                )
         if call.mask is not None:
             _warn_of_padding(function, call, call.mask)
 

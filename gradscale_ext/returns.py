@@ -116,7 +116,7 @@ def lambda_returns(
             `values` `[B, T + 1]`: after a reset, ``values[:, t + 1]`` belongs to another episode.
         mask: `[B, T]` bool, False in padding. Results are 0 there, and the transition before is treated as truncated.
         batch_first: if False, all tensors of two dimensions, and results, are `[T, B]`.
-        check: read values, which waits for the device: refuse a tensor `discount` or `lambda_` that is out of range,
+        check: read values, which waits for the device: refuse a tensor `discount`, `lambda_` or `ratios` out of range,
             and warn where the value of a masked successor is bootstrapped from and no end is flagged (padding).
 
     Returns:
@@ -359,7 +359,7 @@ def vtrace(
 
     Args:
         ratios: π(a_t|s_t) / μ(a_t|s_t), the probability under π divided by the probability under the acting policy μ,
-            `[B, T]`. A constant, like `discount`.
+            `[B, T]`, not its logarithm. A constant, like `discount`.
         clip_rho, clip_c, clip_pg_rho: limits of the ratios; None or inf clips nothing.
         rewards, values, next_values, discount, lambda_, terminated, truncated, mask, batch_first, check: as in
             `generalized_advantages`.

@@ -539,6 +539,10 @@ CASES = {
         (torch.stack([gs.retrace(x, x, x, ratios=x.exp(), discount=0.9) for x in (R, V)], -1),),
         ("discount=0.9",),
     ),
+    "logarithms of ratios": Case(
+        lambda ratios=RATIOS.log(): gs.retrace(R, V, V, ratios=ratios, discount=0.9, check=True),
+        (gs.retrace(R, V, V, ratios=RATIOS, discount=0.9),),
+    ),
     "several agents of games": Case(
         lambda result=None, rewards=AGENTS, root_values=AGENT_VALUES: (
             windows(rewards, root_values) if result is None else result

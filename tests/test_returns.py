@@ -921,12 +921,14 @@ def test_errors_of_each_argument(function, module):
         label = "q_values" if function == "retrace" and name == "values" else name
         dtype, other = ("bool", value.double()) if name in FLAGS else ("float", value.long())
         one_row = r"\[None\]" if is_rewards or name in ("discount", "lambda_") else r"\.expand\(3, 6\)"
+        # next_values of one dimension may be the last ones of [T, B], which must not be expanded.
+        advice = "$" if name == "next_values" else rf".*rite {label}{one_row}"
         for wrong, error, message in (
             (value.tolist(), TypeError, "of type list"),
             (value.numpy(), TypeError, r"of type ndarray.*torch.as_tensor"),
             (other, TypeError, rf"its dtype is {other.dtype}; write {label}.{dtype}\(\)"),
             (value[..., None], ValueError, rf"its shape is \[3, 6, 1\]; write {label}.squeeze\(-1\)"),
-            (value[0], ValueError, rf"its shape is \[6\].*rite {label}{one_row}"),
+            (value[0], ValueError, rf"its shape is \[6\]{advice}"),
             (value[:, :-1], ValueError, r"\[3, 6\].*its shape is \[3, 5\]"),
             (value.to("meta"), ValueError, "must be on the device of rewards, cpu, but it is on meta"),
         ):
