@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -383,7 +384,7 @@ def numbers_list() -> str:
             f"{compiled_graph} ms and eager PyTorch {eager_graph} ms ({gpu['machine']['gpu']}, measured with version "
             f"{gpu['machine']['gradscale_ext']}).",
             f"- Whole learner steps of {len(gains)} projects on a CPU, with our loss in place of theirs: "
-            f"{min(gains):.2f} to {max(gains):.1f} times as fast, half of them below {sorted(gains)[len(gains) // 2]:.2f}, "
+            f"{min(gains):.2f} to {max(gains):.1f} times as fast, half of them below {statistics.median(gains):.2f}, "
             "depending on the network's share.",
             f"- `pip install .` compiles for {install['rows'][0]['seconds'] / 60:.1f} minutes on "
             f"{install['machine']['cores']} cores.",

@@ -234,8 +234,8 @@ class Checker:
         if shape in ((self.batch,), self.sizes(1 - self.steps)):
             appended = appended_values(name, value.dim(), self.batch_first)
             return (
-                f"; the value of the state after the last step belongs to values {self.shape(1)}: write {appended}, and "
-                "leave out next_values"
+                f"; the value of the state after the last step belongs to values {self.shape(1)}: write {appended}, "
+                "and leave out next_values"
             )
         if shape == (self.steps,):
             other = not self.batch_first
@@ -425,7 +425,8 @@ def _check_values(check: Checker, takes: Function, values: Any, next_values: Any
             remedy = f"write {appended} to append the values of the last observations, or " if truncated is None else ""
             raise ValueError(
                 f"{function}: values must have shape {check.shape(1)}, one for each observation, because next_values "
-                f"is None, but its shape is {check.shape()}; {remedy}give next_values, the values of the true successors"
+                f"is None, but its shape is {check.shape()}; {remedy}give next_values, the values of the true "
+                "successors"
             )
         check.shaped("values", values, 1, ", one for each observation")
         if truncated is not None:
