@@ -54,6 +54,7 @@ DONES = torch.rand(B, T, generator=_random) < 0.3
 MASK = torch.rand(B, T, generator=_random) < 0.7
 VISITS = torch.randint(1, 9, (B, T, 5), generator=_random)
 CLASSES = torch.randint(0, 5, (B, T), generator=_random)
+CHOSEN = torch.stack([CLASSES[:, 0] % 2, CLASSES[:, 1] % 3], -1)
 RATIOS = Q.exp()
 ROWS = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0, 5.0])]
 PADDED, IS_ROW = torch.tensor([[1.0, 2.0, 0.0], [3.0, 4.0, 5.0]]), torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
@@ -92,6 +93,30 @@ def clipped_loss(targets):
 def policy_gradient(targets, predictions=ACTIONS[:, 0], entropy_weight=0.0, steps=False):
     head = gs.PolicyGradient(entropy_weight=entropy_weight)
     return gs.MultiStepLoss(value=head)({"value": predictions}, targets, steps=steps).loss
+
+
+def choices_loss(prediction, **changed):
+    """Of two discrete choices without steps."""
+    fields = {"actions": CHOSEN, "advantages": Z[:, 0], "log_probs": Q[:, 0], **changed}
+    head = gs.PolicyGradient(choices=(2, 3))
+    return gs.multi_step_loss({"value": head}, {"value": prediction}, {"value": fields}, steps=False).loss
+
+
+def token_loss(prediction=ACTIONS, batch_first=True, **changed):
+    """Of discrete actions with steps, in either order."""
+    fields = {"actions": CLASSES, "advantages": Z, "log_probs": Q}
+    fields = {name: x if batch_first else x.T for name, x in fields.items()} | changed
+    heads = {"value": gs.PolicyGradient()}
+    return gs.multi_step_loss(heads, {"value": prediction}, {"value": fields}, batch_first=batch_first).loss
+
+
+def continuous_loss(loss):
+    loss = loss if isinstance(loss, gs.MultiStepLoss) else gs.MultiStepLoss(policy=loss, value=gs.Huber(weight=0.0))
+    is_preset = isinstance(loss.heads["value"], gs.ClippedSquaredError)
+    predictions = {"policy": {"means": ACTIONS[:, 0], "log_stds": torch.zeros(5)}, "value": R[:, 0]}
+    fields = {"actions": ACTIONS[:, 1], "advantages": Z[:, 0], "log_probs": Q[:, 0]}
+    targets = {"policy": fields, "value": {"returns": V[:, 0]} if is_preset else V[:, 0]}
+    return loss(predictions, targets, steps=False).head_means["policy"]
 
 
 def gaussian_loss(log_stds):
@@ -343,6 +368,50 @@ CASES = {
             {"value": {"advantages": Z, "log_probs": Q}}, R, entropy_weight, steps
         ),
         (policy_gradient({"value": {"advantages": Z, "log_probs": Q}}, R, steps=True), None),
+    ),
+    "logits by choice": Case(
+        lambda prediction=list(ACTIONS[:, 0].split((2, 3), -1)): choices_loss(prediction),
+        (choices_loss(ACTIONS[:, 0]),),
+    ),
+    "logits by step and choice": Case(
+        lambda prediction=[[x, x + 1] for x in ACTIONS[..., :2].unbind(1)]: gs.multi_step_loss(
+            {"value": gs.PolicyGradient(choices=(2, 2), surrogate="log")},
+            {"value": prediction},
+            {"value": {"actions": torch.stack([CLASSES % 2] * 2, -1), "advantages": Z}},
+        ).loss,
+        (
+            gs.multi_step_loss(
+                {"value": gs.PolicyGradient(choices=(2, 2), surrogate="log")},
+                {"value": torch.cat([ACTIONS[..., :2], ACTIONS[..., :2] + 1], -1)},
+                {"value": {"actions": torch.stack([CLASSES % 2] * 2, -1), "advantages": Z}},
+            ).loss,
+        ),
+    ),
+    "log_probs by choice": Case(
+        lambda log_probs=ACTIONS[:, 1, :2]: choices_loss(ACTIONS[:, 0], log_probs=log_probs),
+        (choices_loss(ACTIONS[:, 0], log_probs=ACTIONS[:, 1, :2].sum(-1)),),
+    ),
+    "log_probs of all actions": Case(
+        lambda log_probs=ACTIONS, actions=CLASSES: token_loss(log_probs=log_probs),
+        (token_loss(log_probs=ACTIONS.gather(-1, CLASSES[..., None]).squeeze(-1)),),
+        ("...",),
+    ),
+    "one-hot actions": Case(
+        lambda actions=torch.nn.functional.one_hot(CLASSES, 5): token_loss(actions=actions), (token_loss(),)
+    ),
+    "continuous actions": Case(
+        lambda loss=gs.PolicyGradient(): continuous_loss(loss),
+        (
+            continuous_loss(gs.GaussianPolicyGradient(entropy_weight=0.01)),
+            continuous_loss(gs.GaussianPolicyGradient()),
+        ),
+    ),
+    "advantages of samples": Case(
+        lambda advantages=Z[:, 0]: token_loss(advantages=advantages), (token_loss(advantages=Z[:, :1].expand(B, T)),)
+    ),
+    "advantages of samples, time first": Case(
+        lambda advantages=Z[:, 0]: token_loss(ACTIONS.transpose(0, 1), batch_first=False, advantages=advantages),
+        (token_loss(advantages=Z[:, :1].expand(B, T)),),
     ),
     "a row of deviations": Case(
         lambda log_stds=torch.zeros(1, 5): gaussian_loss(log_stds), (gaussian_loss(torch.zeros(5)),)

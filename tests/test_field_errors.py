@@ -79,7 +79,90 @@ WRONG = {  # head, prediction, target; error, and words of its message
     ),
     "choices that do not add up": (
         *(gs.PolicyGradient(choices=(2, 2)), LOGITS, fields_of(actions=torch.zeros(B, T, 2, dtype=torch.int64))),
-        *(ValueError, f"must have shape \\[{B}, 4\\] for PolicyGradient, but it has \\[{B}, {A}\\]"),
+        *(
+            ValueError,
+            f"must have shape \\[{B}, 4\\] for PolicyGradient, but it has \\[{B}, {A}\\]; choices=\\(2, 2\\) ",
+        ),
+    ),
+    "the width of choices": (
+        *(gs.PolicyGradient(choices=(3, 5, 3)), LOGITS, fields_of(actions=torch.zeros(B, T, 3, dtype=torch.int64))),
+        *(ValueError, f"; choices=\\(3, 5, 3\\) add up to 11, but the logits of head 'h' have width {A}$"),
+    ),
+    "the width of choices in a list": (
+        *(gs.PolicyGradient(choices=(3, 5, 3)), list(LOGITS.unbind(1))),
+        fields_of(actions=torch.zeros(B, T, 3, dtype=torch.int64)),
+        *(ValueError, f"; choices=\\(3, 5, 3\\) add up to 11, but the logits of head 'h' have width {A}$"),
+    ),
+    "a list of choices": (
+        *(gs.PolicyGradient(choices=(2, 3)), (LOGITS[..., :2], LOGITS[..., 2:])),
+        fields_of(actions=torch.zeros(B, T, 2, dtype=torch.int64)),
+        *(TypeError, "it is of type tuple, with a tensor for each choice; write torch.cat\\(prediction, -1\\)$"),
+    ),
+    "a list of choices for each step": (
+        *(gs.PolicyGradient(choices=(2, 3)), [[LOGITS[:, 0, :2], LOGITS[:, 0, 2:]]] * T),
+        fields_of(actions=torch.zeros(B, T, 2, dtype=torch.int64)),
+        *(TypeError, "at step 0 must .* write \\[torch.cat\\(step, -1\\) for step in prediction\\]$"),
+    ),
+    "actions of choices without choices": (
+        *(gs.PolicyGradient(), LOGITS, fields_of(actions=torch.zeros(B, T, 3, dtype=torch.int64))),
+        *(ValueError, "; for several discrete choices, declare choices=\\(A_1, ..., A_3\\)$"),
+    ),
+    "actions of two choices in a list": (
+        *(gs.PolicyGradient(), LOGITS, fields_of(actions=[torch.zeros(B, 2, dtype=torch.int64)] * T)),
+        *(ValueError, "at step 0 .*; for several discrete choices, declare choices=\\(A_1, A_2\\)$"),
+    ),
+    "more choices than logits": (
+        *(gs.PolicyGradient(), LOGITS, fields_of(actions=torch.zeros(B, T, A + 1, dtype=torch.int64))),
+        *(ValueError, f"but it has \\[{B}, {T}, {A + 1}\\]$"),
+    ),
+    "one-hot actions": (
+        *(gs.PolicyGradient(), LOGITS, fields_of(actions=torch.zeros(B, T, A, dtype=torch.int64))),
+        *(ValueError, "; for one-hot actions, write actions.argmax\\(-1\\)$"),
+    ),
+    "log_probs of choices": (
+        *(gs.PolicyGradient(choices=(2, 3)), LOGITS),
+        fields_of(actions=torch.zeros(B, T, 2, dtype=torch.int64), log_probs=torch.zeros(B, T, 2)),
+        *(ValueError, "; sum over the last dimension: write log_probs.sum\\(-1\\)$"),
+    ),
+    "reference_log_probs of dimensions in a list": (
+        *(gs.GaussianPolicyGradient(kl_weight=1), GAUSSIAN),
+        fields_of(actions=torch.zeros(B, T, D), reference_log_probs=[torch.zeros(B, D)] * T),
+        *(ValueError, "at step 0 .*; sum over the last dimension: write reference_log_probs.sum\\(-1\\)$"),
+    ),
+    "log_probs of parts of an action": (
+        *(gs.PolicyGradient(), LOGITS[..., 0], fields_of(actions=None, log_probs=torch.zeros(B, T, 3))),
+        *(ValueError, "; sum over the last dimension: write log_probs.sum\\(-1\\)$"),
+    ),
+    "log_probs of all actions": (
+        *(gs.PolicyGradient(), LOGITS, fields_of(log_probs=LOGITS)),
+        *(
+            ValueError,
+            "; for the .* of the action, write log_probs.gather\\(-1, actions\\[..., None\\]\\).squeeze\\(-1\\)$",
+        ),
+    ),
+    "log_probs of something else": (
+        *(gs.PolicyGradient(), LOGITS, fields_of(log_probs=torch.zeros(B, T, A - 1))),
+        *(ValueError, f"but it has \\[{B}, {T}, {A - 1}\\]$"),
+    ),
+    "means and deviations": (
+        *(gs.PolicyGradient(), GAUSSIAN, fields_of(actions=torch.zeros(B, T, D)), TypeError),
+        "; for continuous actions write MultiStepLoss.ppo\\(continuous=True\\), or GaussianPolicyGradient\\(\\)$",
+    ),
+    "advantages of samples": (
+        *(gs.PolicyGradient(), LOGITS, fields_of(advantages=torch.ones(B))),
+        *(ValueError, f"but it has \\[{B}\\]; write advantages\\[:, None\\].expand\\({B}, {T}\\)$"),
+    ),
+    "returns of samples": (
+        *(gs.ClippedSquaredError(clip=None), torch.ones(B, T), {"returns": torch.ones(B)}),
+        *(ValueError, f"but it has \\[{B}\\]; write returns\\[:, None\\].expand\\({B}, {T}\\)$"),
+    ),
+    "log_probs of samples": (
+        *(gs.PolicyGradient(), LOGITS, fields_of(log_probs=torch.ones(B))),
+        *(ValueError, f"'log_probs' .* must have shape \\[B, T\\] .* but it has \\[{B}\\]$"),
+    ),
+    "a single step": (
+        *(gs.PolicyGradient(), [LOGITS[:, 0]], fields_of(actions=torch.zeros(B, dtype=torch.int64))),
+        *(ValueError, "a single step is a list: \\[actions\\], or write steps=False"),
     ),
     "actions of choices": (
         *(gs.PolicyGradient(choices=(2, 3)), LOGITS, fields_of()),
@@ -176,6 +259,13 @@ def test_errors_without_steps(impl):
         run(gs.PolicyGradient(), LOGITS, target, impl)
     with pytest.raises(ValueError, match="write steps=False"):
         run(gs.PolicyGradient(), x, target, impl, steps=True)
+    with pytest.raises(ValueError, match=r"; for several discrete choices, declare choices=\(A_1, A_2\)$"):
+        run(gs.PolicyGradient(), x, {**target, "actions": torch.zeros(B, 2, dtype=torch.int64)}, impl)
+    parts = {"actions": torch.zeros(B, 2, dtype=torch.int64), "log_probs": torch.zeros(B, 2)}
+    with pytest.raises(ValueError, match=r"; sum over the last dimension: write log_probs.sum\(-1\)$"):
+        run(gs.PolicyGradient(choices=(2, 3)), x, {**target, **parts}, impl)
+    with pytest.raises(TypeError, match=r"with a tensor for each choice; write torch.cat\(prediction, -1\)$"):
+        run(gs.PolicyGradient(choices=(2, 3)), list(x.split((2, 3), -1)), target, impl)
     with pytest.raises(TypeError, match="steps must be True or False"):
         run(gs.PolicyGradient(), x, target, impl, steps=0)
 
@@ -260,6 +350,21 @@ def test_the_heads_of_ppo():
     assert gs.MultiStepLoss.ppo(continuous=True).heads["policy"] == gs.GaussianPolicyGradient(entropy_weight=0.01)
     with pytest.raises(TypeError, match="choices are of discrete actions, but continuous=True"):
         gs.MultiStepLoss.ppo(continuous=True, choices=(2,))
+
+
+@every_implementation
+def test_advantages_of_samples_in_the_other_order(impl):
+    fields = {name: x.T for name, x in fields_of().items()}
+    heads = {"h": gs.PolicyGradient()}
+    call = lambda advantages: gs.multi_step_loss(
+        *(heads, {"h": LOGITS.transpose(0, 1)}, {"h": {**fields, "advantages": advantages}}),
+        batch_first=False,
+        impl=impl,
+    )
+    with pytest.raises(ValueError, match=rf"must have shape \[T, B\] .*; write advantages.expand\({T}, {B}\)$"):
+        call(torch.arange(B).float())
+    right = call(torch.arange(B).float().expand(T, B))
+    assert right.loss.item() == pytest.approx(-T * (B - 1) / 2 / A), "the ratio is 1 / A"
 
 
 REJECTED = {  # head, prediction, target, words

@@ -9,6 +9,7 @@ import torch
 
 from .. import _remedies
 from ..heads import Field, Form, Head
+from ..policy_heads import PolicyGradient, PolicyHead
 from .checks import check_kind, is_mapping, written
 from .options import Entries, FieldEntries, Options
 
@@ -30,6 +31,10 @@ class Slot(NamedTuple):
     fields: tuple[Field, ...]
     """What it may be. All have the same name."""
     options: Options
+    entries: Entries
+    """As they are given."""
+    predicted: Sequence[torch.Tensor]
+    """For a target, the tensors of the head's prediction (the first field) by step; empty for a prediction."""
 
     @property
     def field(self) -> Field:
@@ -86,7 +91,13 @@ def fields_of(form: Form, what: str) -> tuple[Field, ...]:
 
 
 def read_fields(
-    name: str, head: Head, what: str, entries: FieldEntries | None, forms: Sequence[Form], options: Options
+    name: str,
+    head: Head,
+    what: str,
+    entries: FieldEntries | None,
+    forms: Sequence[Form],
+    options: Options,
+    predicted: Sequence[torch.Tensor] = (),
 ) -> tuple[dict[str, tuple[Slot, list[torch.Tensor]]], list[Form]]:
     """By field, its slot and one tensor per step (one in all if it is shared). Also the forms that have these fields,
     and tensors with these numbers of dimensions."""
@@ -97,8 +108,8 @@ def read_fields(
     read = {}
     for field in {field.name: None for form in forms for field in fields_of(form, what) if field.name in given}:
         possible = dict.fromkeys(one for form in forms for one in fields_of(form, what) if one.name == field)
-        slot = Slot(name, head, what, tuple(possible), options)
-        read[field] = slot, _tensors(slot, given[field])
+        slot = Slot(name, head, what, tuple(possible), options, given[field], predicted)
+        read[field] = slot, _tensors(slot)
     return read, forms
 
 
@@ -110,7 +121,7 @@ def _with_fields(name: str, head: Head, what: str, entries: FieldEntries | None,
     if not own and is_named:
         raise TypeError(
             f"multi_step_loss: {owner} must be a tensor or a list of tensors for {kind}, but it is a mapping of "
-            f"{', '.join(map(repr, as_fields(entries))) or 'nothing'}"
+            f"{', '.join(map(repr, as_fields(entries))) or 'nothing'}{_remedy_for_continuous(head, as_fields(entries))}"
         )
     if not own:
         raise TypeError(
@@ -143,6 +154,13 @@ def _code(name: str, what: str, fields: Sequence[Field]) -> str:
     """Code for a mapping of fields."""
     items = ", ".join(f"'{field.name}': ..." for field in fields if field.required)
     return f"{what}s={{'{name}': {{{items}}}}}"
+
+
+def _remedy_for_continuous(head: Head, given: Mapping[str, Entries]) -> str:
+    """Remedy for the prediction of a policy of continuous actions in place of logits."""
+    if not isinstance(head, PolicyGradient) or not {"means", "log_stds"}.intersection(given):
+        return ""
+    return "; for continuous actions write MultiStepLoss.ppo(continuous=True), or GaussianPolicyGradient()"
 
 
 def _remedy_for_mappings(entries: object) -> str:
@@ -182,9 +200,9 @@ def _with_dimensions(given: Mapping[str, Entries], forms: list[Form], options: O
     return fitting or [form for form in forms if not any([field.shared for field in form.predictions])]
 
 
-def _tensors(slot: Slot, entries: Entries) -> list[torch.Tensor]:
+def _tensors(slot: Slot) -> list[torch.Tensor]:
     """One tensor per step; the tensor itself of a shared field, or without steps."""
-    options, is_shared = slot.options, slot.field.shared
+    entries, options, is_shared = slot.entries, slot.options, slot.field.shared
     if isinstance(entries, torch.Tensor):
         is_stacked = options.steps and not is_shared
         check_kind(slot.stacked if is_stacked else slot.words, entries)
@@ -206,6 +224,7 @@ def _check_list(slot: Slot, entries: Sequence[torch.Tensor]) -> None:
             f"multi_step_loss: {slot.words} must be a tensor{' or a list of one tensor per step' if has_steps else ''}"
             f", but it is of type {type(entries).__name__}{_remedies.remedy_for_type(entries)}"
         )
+    _refuse_logits_by_choice(slot, slot.words, entries, f"torch.cat({slot.code}, -1)")
     if not has_steps:
         raise TypeError(
             f"multi_step_loss: {slot.words} must be one tensor with steps=False, but it is of type "
@@ -214,11 +233,26 @@ def _check_list(slot: Slot, entries: Sequence[torch.Tensor]) -> None:
     for step, entry in zip(steps_of(slot.head, len(entries)), entries, strict=True):
         where = slot.at(step)
         if not isinstance(entry, torch.Tensor):
+            _refuse_logits_by_choice(slot, where, entry, f"[torch.cat(step, -1) for step in {slot.code}]")
             raise TypeError(
                 f"multi_step_loss: {where} must be a tensor, but it is of type {type(entry).__name__}"
                 f"{_remedies.remedy_for_type(entry)}"
             )
         check_kind(where, entry)
+
+
+def _refuse_logits_by_choice(slot: Slot, where: str, entries: object, instead: str) -> None:
+    """Refuse a list with the logits of each choice."""
+    choices = slot.head.choices if isinstance(slot.head, PolicyGradient) and slot.what == "prediction" else None
+    if not choices or len(choices) == 1 or not isinstance(entries, list | tuple) or len(entries) != len(choices):
+        return
+    if all(isinstance(x, torch.Tensor) and x.dim() > 1 for x in entries) and [x.shape[-1] for x in entries] == [
+        *choices
+    ]:
+        raise TypeError(
+            f"multi_step_loss: {where} must be one tensor with the logits of all choices, but it is of type "
+            f"{type(entries).__name__}, with a tensor for each choice; write {instead}"
+        )
 
 
 def _check_stacked(slot: Slot, entries: torch.Tensor) -> None:
@@ -230,13 +264,49 @@ def _check_stacked(slot: Slot, entries: torch.Tensor) -> None:
         instead = _remedies.remedy_for_shape(slot.code, entries.shape, forms)
         if slot.what == "target" and slot.head.decodes and entries.dim() == 3:
             instead = instead or RAW_SCALARS
+        instead = instead or remedy_for_parts(slot, entries.shape[1:])
         if any(entries.dim() == 1 + len(shape) for shape in known):
-            instead += f"; a single step is a list: [{slot.code}], or write steps=False if no tensor has steps"
+            instead += _remedy_without_steps(slot, entries)
         raise ValueError(
             f"multi_step_loss: {slot.stacked} must have shape "
             f"{' or '.join(map(written, forms))} for {type(slot.head).__name__}, but it has {written(entries.shape)}"
             f"{instead}"
         )
+
+
+def _remedy_without_steps(slot: Slot, entries: torch.Tensor) -> str:
+    """Remedy for a tensor without a dimension of steps."""
+    steps = len(slot.predicted)
+    if steps <= 1 or not slot.field.name:
+        return f"; a single step is a list: [{slot.code}], or write steps=False if no tensor has steps"
+    if slot.field.name not in ("advantages", "returns") or entries.shape != slot.predicted[0].shape[:1]:
+        return ""
+    batch = len(entries)
+    return f"; write {slot.code}" + (
+        f"[:, None].expand({batch}, {steps})" if slot.options.batch_first else f".expand({steps}, {batch})"
+    )
+
+
+def remedy_for_parts(slot: Slot, shape: Sequence[int]) -> str:
+    """Remedy for a field of a policy that has a number for each part of an action, or for each possible action. The
+    shape is the shape of a step."""
+    if len(shape) != 2 or not isinstance(slot.head, PolicyHead) or not slot.predicted:
+        return ""
+    size, width = shape[1], slot.predicted[0].shape[1:]
+    choices = slot.head.choices if isinstance(slot.head, PolicyGradient) else None
+    is_categorical = isinstance(slot.head, PolicyGradient) and not choices and len(width) == 1
+    if slot.field.name == "actions" and is_categorical:
+        if size >= width[0]:
+            return "; for one-hot actions, write actions.argmax(-1)" if size == width[0] else ""
+        names = "A_1, A_2" if size == 2 else f"A_1, ..., A_{size}"
+        return f"; for several discrete choices, declare choices=({names})"
+    if slot.field.name not in ("log_probs", "reference_log_probs"):
+        return ""
+    if is_categorical:
+        chosen = f"{slot.code}.gather(-1, actions[..., None]).squeeze(-1)"
+        return f"; for the log-probability of the action, write {chosen}" if width == (size,) else ""
+    parts = (len(choices),) if choices else width
+    return f"; sum over the last dimension: write {slot.code}.sum(-1)" if parts in ((), (size,)) else ""
 
 
 def unbound(entries: Entries, options: Options) -> list[torch.Tensor]:

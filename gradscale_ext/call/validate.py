@@ -11,8 +11,9 @@ import torch
 from .. import _context, _numbers, _remedies
 from .._distributed import mapped
 from ..heads import Field, Form, Head
+from ..policy_heads import PolicyGradient
 from .checks import as_dict, check_choice, check_device, check_dtype, written
-from .entries import RAW_SCALARS, Fields, Slot, as_fields, by_step, read_fields, steps_of
+from .entries import RAW_SCALARS, Fields, Slot, as_fields, by_step, read_fields, remedy_for_parts, steps_of
 from .options import NONFINITES, REDUCTIONS, FieldEntries, Options
 from .weights import Rules, Weights
 
@@ -130,7 +131,10 @@ def _read(
     for name, head in heads.items():
         wanted[name] = {}
         if head.has_target:
-            wanted[name], forms[name] = read_fields(name, head, "target", targets.get(name), forms[name], options)
+            first = next(iter(predicted[name].values()))[1]
+            wanted[name], forms[name] = read_fields(
+                name, head, "target", targets.get(name), forms[name], options, first
+            )
         elif targets.get(name) is not None:
             raise ValueError(
                 f"multi_step_loss: {type(head).__name__} has no target, but targets has an entry for head '{name}'; "
@@ -326,6 +330,7 @@ def _check_prediction(
             _remedy_for_shared(slot, prediction)
             or _remedies.remedy_for_shape(slot.code, prediction.shape, patterns)
             or _remedy_for_bins(head, prediction, batch)
+            or _remedy_for_choices(slot, prediction, batch)
         )
     )
 
@@ -343,6 +348,17 @@ def _remedy_for_bins(head: Head, prediction: torch.Tensor, batch: int) -> str:
     if not head.decodes or prediction.dim() != 2 or prediction.shape[0] != batch:
         return ""
     return _remedies.remedy_for_bins(head.sizes["S"], prediction.shape[1])
+
+
+def _remedy_for_choices(slot: Slot, prediction: torch.Tensor, batch: int) -> str:
+    """Remedy for logits of another number of actions than the choices have together."""
+    choices = slot.head.choices if isinstance(slot.head, PolicyGradient) else None
+    if not choices or prediction.dim() != 2 or prediction.shape[0] != batch:
+        return ""
+    return (
+        f"; choices={choices} add up to {sum(choices)}, but the logits of head '{slot.name}' have width "
+        f"{prediction.shape[1]}"
+    )
 
 
 def _is_like(tensor: torch.Tensor, checked: torch.Tensor) -> bool:
@@ -392,7 +408,7 @@ def _check_target(
     fitting = [field for field in slot.fields if len(field.shape) == target.dim() - 1]
     if not any(_remedies.fits(target.shape, shape) for shape in shapes):
         kind = " with torch.int64 classes (probabilities are floating)" if is_class and takes_others else ""
-        instead = _remedies.remedy_for_shape(slot.code, target.shape, shapes)
+        instead = _remedies.remedy_for_shape(slot.code, target.shape, shapes) or remedy_for_parts(slot, target.shape)
         if head.decodes and target.shape == (batch, *head.sizes.values()):
             instead = RAW_SCALARS
         if takes_classes and takes_others and not instead and target.shape == (batch, sizes["A"])[: target.dim()]:
