@@ -413,6 +413,23 @@ CASES = {
         lambda advantages=Z[:, 0]: token_loss(ACTIONS.transpose(0, 1), batch_first=False, advantages=advantages),
         (token_loss(advantages=Z[:, :1].expand(B, T)),),
     ),
+    "advantages of samples in a column": Case(
+        lambda advantages=Z[:, :1]: token_loss(advantages=advantages), (token_loss(advantages=Z[:, :1].expand(B, T)),)
+    ),
+    "a row of advantages of samples": Case(
+        lambda advantages=Z[:, :1].T: token_loss(advantages=advantages),
+        (token_loss(advantages=Z[:, :1].expand(B, T)),),
+    ),
+    "logits that are not shifted": Case(
+        lambda prediction=torch.cat([ACTIONS, ACTIONS[:, :1]], 1): token_loss(prediction), (token_loss(),)
+    ),
+    "logits that are not shifted, time first": Case(
+        lambda prediction=torch.cat([ACTIONS, ACTIONS[:, :1]], 1).transpose(0, 1): token_loss(prediction, False),
+        (token_loss(),),
+    ),
+    "logits that are not shifted, list": Case(
+        lambda prediction=[*ACTIONS.unbind(1), ACTIONS[:, 0]]: token_loss(prediction), (token_loss(),)
+    ),
     "a row of deviations": Case(
         lambda log_stds=torch.zeros(1, 5): gaussian_loss(log_stds), (gaussian_loss(torch.zeros(5)),)
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -365,6 +366,68 @@ def test_advantages_of_samples_in_the_other_order(impl):
         call(torch.arange(B).float())
     right = call(torch.arange(B).float().expand(T, B))
     assert right.loss.item() == pytest.approx(-T * (B - 1) / 2 / A), "the ratio is 1 / A"
+
+
+@every_implementation
+def test_advantages_of_samples_in_a_column(impl):
+    heads = {"h": gs.PolicyGradient()}
+    for batch_first, turned in ((True, False), (True, True), (False, False), (False, True)):
+        fields = {name: x if batch_first else x.T for name, x in fields_of().items()}
+        fields["advantages"] = torch.arange(B).float()[:, None] if batch_first != turned else torch.ones(1, B)
+        shape = f"{B}, {T}" if batch_first else f"{T}, {B}"
+        logits = LOGITS if batch_first else LOGITS.transpose(0, 1)
+        words = rf"; write advantages{'.T' if turned else ''}.expand({shape})"
+        with pytest.raises(ValueError, match=re.escape(words) + "$"):
+            gs.multi_step_loss(heads, {"h": logits}, {"h": fields}, batch_first=batch_first, impl=impl)
+
+
+@every_implementation
+@pytest.mark.parametrize("form", ["batch first", "time first", "lists"])
+def test_a_prediction_with_a_step_too_many(form, impl):
+    """Model outputs that are not shifted, and values that have the bootstrapped one still."""
+
+    def as_form(x):
+        return {"batch first": x, "time first": x.transpose(0, 1), "lists": list(x.unbind(1))}[form]
+
+    def loss(logits, values, heads=None, **fields):
+        heads = heads or gs.MultiStepLoss.ppo().heads
+        policy = {name: as_form(x) for name, x in fields_of().items()}
+        targets = {"policy": policy, "value": {"returns": as_form(torch.ones(B, T))}, **fields}
+        predictions = {"policy": as_form(logits), "value": as_form(values)}
+        return gs.multi_step_loss(heads, predictions, targets, batch_first=form != "time first", impl=impl)
+
+    index = "[:, :-1]" if form == "batch first" else "[:-1]"
+    values, more_logits, more_values = torch.ones(B, T), torch.zeros(B, T + 1, A), torch.ones(B, T + 1)
+    of_policy = f"head 'policy' has {T + 1} steps and its fields 'actions', 'advantages', 'log_probs' {T}: write "
+    of_value = f"head 'value' has {T + 1} steps and its field 'returns' {T}: write "
+    loss(LOGITS, values)
+    for logits, predicted, words in (
+        (LOGITS, more_values, of_value),
+        (more_logits, values, of_policy),
+        (more_logits, more_values, of_policy),
+    ):
+        words = f"^multi_step_loss: the prediction of {words}prediction{re.escape(index)} to drop the last$"
+        with pytest.raises(ValueError, match=words):
+            loss(logits, predicted)
+    heads = {"policy": gs.PolicyGradient(), "value": gs.Huber()}
+    with pytest.raises(ValueError, match=f"head 'value' has {T + 1} steps and its target {T}: write"):
+        loss(LOGITS, more_values, heads, value=as_form(values))
+    # The other head says that it is not the last that is too many.
+    with pytest.raises(ValueError, match=f"'actions' in .* must have {T + 1} entries"):
+        loss(more_logits, more_values, heads, value=as_form(more_values))
+
+
+@every_implementation
+def test_means_with_a_step_too_many(impl):
+    more, target = torch.zeros(B, T + 1, D), fields_of(actions=torch.zeros(B, T, D))
+    for means, log_stds, code in (
+        (more, torch.zeros(D), "means"),
+        (more, more, "means"),
+        (more[:, :-1], more, "log_stds"),
+    ):
+        prediction = {"means": means, "log_stds": log_stds}
+        with pytest.raises(ValueError, match=rf"head 'h' has {T + 1} steps .* {T}: write {code}\[:, :-1\] to drop"):
+            run(gs.GaussianPolicyGradient(), prediction, target, impl, steps=True)
 
 
 REJECTED = {  # head, prediction, target, words

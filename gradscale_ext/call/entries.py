@@ -266,7 +266,7 @@ def _check_stacked(slot: Slot, entries: torch.Tensor) -> None:
             instead = instead or RAW_SCALARS
         instead = instead or remedy_for_parts(slot, entries.shape[1:])
         if any(entries.dim() == 1 + len(shape) for shape in known):
-            instead += _remedy_without_steps(slot, entries)
+            instead += _remedy_without_steps(slot)
         raise ValueError(
             f"multi_step_loss: {slot.stacked} must have shape "
             f"{' or '.join(map(written, forms))} for {type(slot.head).__name__}, but it has {written(entries.shape)}"
@@ -274,17 +274,27 @@ def _check_stacked(slot: Slot, entries: torch.Tensor) -> None:
         )
 
 
-def _remedy_without_steps(slot: Slot, entries: torch.Tensor) -> str:
+def _remedy_without_steps(slot: Slot) -> str:
     """Remedy for a tensor without a dimension of steps."""
-    steps = len(slot.predicted)
-    if steps <= 1 or not slot.field.name:
+    if len(slot.predicted) <= 1 or not slot.field.name:
         return f"; a single step is a list: [{slot.code}], or write steps=False if no tensor has steps"
-    if slot.field.name not in ("advantages", "returns") or entries.shape != slot.predicted[0].shape[:1]:
+    return remedy_for_samples(slot)
+
+
+def remedy_for_samples(slot: Slot) -> str:
+    """Remedy for a tensor with a number for each sample in place of one for each step."""
+    steps, batch_first = len(slot.predicted), slot.options.batch_first
+    if slot.field.name not in ("advantages", "returns") or steps <= 1 or not isinstance(slot.entries, torch.Tensor):
         return ""
-    batch = len(entries)
-    return f"; write {slot.code}" + (
-        f"[:, None].expand({batch}, {steps})" if slot.options.batch_first else f".expand({steps}, {batch})"
-    )
+    batch = slot.predicted[0].shape[:1].numel()
+    by_shape = {
+        (batch,): "[:, None]" if batch_first else "",
+        (batch, 1): "" if batch_first else ".T",
+        (1, batch): ".T" if batch_first else "",
+    }
+    column = by_shape.get(tuple(slot.entries.shape))
+    sizes = (batch, steps) if batch_first else (steps, batch)
+    return "" if column is None else f"; write {slot.code}{column}.expand{sizes}"
 
 
 def remedy_for_parts(slot: Slot, shape: Sequence[int]) -> str:

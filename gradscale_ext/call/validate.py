@@ -13,7 +13,17 @@ from .._distributed import mapped
 from ..heads import Field, Form, Head
 from ..policy_heads import PolicyGradient
 from .checks import as_dict, check_choice, check_device, check_dtype, written
-from .entries import RAW_SCALARS, Fields, Slot, as_fields, by_step, read_fields, remedy_for_parts, steps_of
+from .entries import (
+    RAW_SCALARS,
+    Fields,
+    Slot,
+    as_fields,
+    by_step,
+    read_fields,
+    remedy_for_parts,
+    remedy_for_samples,
+    steps_of,
+)
 from .options import NONFINITES, REDUCTIONS, FieldEntries, Options
 from .weights import Rules, Weights
 
@@ -233,23 +243,55 @@ def _count_steps(
         count = steps - head.first_step
         for slot, tensors in (*predicted[name].values(), *wanted[name].values()):
             if len(tensors) != count and not slot.field.shared:
+                _refuse_last_prediction(heads, predicted, wanted)
                 raise ValueError(
                     f"multi_step_loss: {slot.words} must have {count} entries "
                     f"(first_step = {head.first_step}; T = {steps} steps, those of head '{longest}' with first_step = "
                     f"{heads[longest].first_step} and {counts[longest]} predictions), but it has {len(tensors)}"
-                    + _remedies.remedy_for_count(
-                        slot.code,
-                        tensors,
-                        count,
-                        batch,
-                        head.first_step,
-                        longest,
-                        heads[longest].first_step,
-                        surplus.pop() if len(surplus) == 1 else None,
-                        options.batch_first,
+                    + (
+                        remedy_for_samples(slot)
+                        or _remedies.remedy_for_count(
+                            slot.code,
+                            tensors,
+                            count,
+                            batch,
+                            head.first_step,
+                            longest,
+                            heads[longest].first_step,
+                            surplus.pop() if len(surplus) == 1 else None,
+                            options.batch_first,
+                        )
                     )
                 )
     return steps
+
+
+def _refuse_last_prediction(
+    heads: Mapping[str, Head], predicted: Mapping[str, _Read], wanted: Mapping[str, _Read]
+) -> None:
+    """Refuse a prediction with one step more than its targets if all heads agree on T without that step. If all of them
+    have one more than targets without fields, K actions gave K + 1 predictions: `_count_steps` says so."""
+    long, agreed, is_unroll = [], set(), True
+    for name, head in heads.items():
+        counts = {(len(tensors), tensors[0].shape[:1]) for _, tensors in wanted[name].values()}
+        for slot, tensors in predicted[name].values():
+            if slot.field.shared:
+                continue
+            is_long = head.first_step == 0 and counts == {(len(tensors) - 1, tensors[0].shape[:1])}
+            agreed.add(head.first_step + len(tensors) - is_long)
+            if is_long:
+                long.append(slot)
+            is_unroll = is_unroll and is_long and "" in wanted[name]
+    if not long or len(agreed) > 1 or is_unroll:
+        return
+    slot, count = long[0], agreed.pop()
+    fields = [f"'{field}'" for field in wanted[slot.name] if field]
+    targets = f"field{'s' if len(fields) > 1 else ''} {', '.join(fields)}" if fields else "target"
+    is_second = isinstance(slot.entries, torch.Tensor) and slot.options.batch_first
+    raise ValueError(
+        f"multi_step_loss: the prediction of head '{slot.name}' has {count + 1} steps and its {targets} {count}: write "
+        f"{slot.code}{'[:, :-1]' if is_second else '[:-1]'} to drop the last"
+    )
 
 
 def check_heads(heads: Mapping[str, Head]) -> None:
