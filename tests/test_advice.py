@@ -147,6 +147,47 @@ def test_arguments_with_the_names_of_others(function, theirs, ours):
     assert ours in inspect.signature(function).parameters
 
 
+@pytest.mark.parametrize(
+    ("preset", "theirs", "ours"),
+    [
+        ("ppo", "clip_coef", "clip"),
+        ("ppo", "clip_range", "clip"),
+        ("ppo", "vf_coef", "value_weight"),
+        ("ppo", "ent_coef", "entropy_weight"),
+        ("ppo", "entropy_coef", "entropy_weight"),
+        ("ppo", "nvec", "choices"),
+        ("ppo", "value_wieght", "value_weight"),
+        ("muzero", "value_coef", "value_weight"),
+    ],
+)
+def test_arguments_of_presets_with_the_names_of_others(preset, theirs, ours):
+    make = getattr(gs.MultiStepLoss, preset)
+    text = message(TypeError, lambda: make(**{theirs: 0.5}))
+    assert text == f"MultiStepLoss.{preset}: there is no argument {theirs}; write {ours}="
+    assert ours in inspect.signature(make).parameters
+
+
+def test_arguments_that_presets_do_not_have():
+    text = message(TypeError, lambda: gs.MultiStepLoss.ppo(xyz=1))
+    assert text.endswith("; its arguments are clip, value_clip, value_weight, entropy_weight, continuous, choices")
+    for name in ("kl_weight", "dual_clip", "surrogate"):
+        text = message(TypeError, lambda name=name: gs.MultiStepLoss.ppo(**{name: 1}))
+        advised = text.partition("; write ")[2]
+        assert f"policy=PolicyGradient({name}=..., " in advised
+        # The advised heads are the preset's.
+        loss = eval(advised.replace(f"{name}=..., ", ""), vars(gs).copy())
+        assert loss.heads == gs.MultiStepLoss.ppo().heads
+
+
+def test_presets_of_subclasses():
+    class Loss(gs.MultiStepLoss):
+        pass
+
+    assert type(Loss.ppo()) is type(Loss.muzero()) is Loss
+    assert Loss.ppo(0.1).heads["policy"].clip == 0.1
+    assert message(TypeError, lambda: Loss.ppo(gamma=1)).startswith("MultiStepLoss.ppo: there is no argument gamma")
+
+
 FUNCTIONS = [value for value in (getattr(gs, name) for name in gs.__all__) if inspect.isfunction(value)]
 
 

@@ -256,6 +256,11 @@ CASES = {
     "discount": Case(
         lambda **given: gs.lambda_returns(R, V1, lambda_=0.8, **(given or {"gamma": 0.9})), (lam(),), ("0.9",)
     ),
+    "an argument that only the head has": Case(
+        lambda loss=None, kl_weight=0.1: (loss or gs.MultiStepLoss.ppo(kl_weight=kl_weight)).heads["policy"].kl_weight,
+        (0.1,),
+        ("kl_weight",),
+    ),
     # Types
     "array": Case(lambda x=Z.numpy(): gs.standardize(x), (gs.standardize(Z),)),
     "numbers": Case(lambda rewards=R.tolist(): lam(rewards), (lam(),)),

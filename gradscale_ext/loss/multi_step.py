@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import _context, _distributed, _numbers, _remedies, reference
+from .._keywords import with_known_names
 from .._native import _C, DEVICE_TYPES, Refusal, seen_by_modes, warn_of_reference
 from ..call.checks import as_dict, as_dicts, check_choice, is_mapping
 from ..call.options import (
@@ -366,6 +367,7 @@ class MultiStepLoss(torch.nn.Module):
         self.heads = heads
 
     @classmethod
+    @with_known_names
     def muzero(
         cls, support: Support | None = None, value_weight: float = 1.0, root_reward: bool = True
     ) -> MultiStepLoss:
@@ -389,6 +391,7 @@ class MultiStepLoss(torch.nn.Module):
         )
 
     @classmethod
+    @with_known_names
     def ppo(
         cls,
         clip: float | tuple[float, float] | None = 0.2,
@@ -406,7 +409,8 @@ class MultiStepLoss(torch.nn.Module):
         Args:
             clip: of the ratio; see `PolicyGradient`.
             value_clip: of the value; None: the plain squared error.
-            value_weight: weight of half the squared error, as in CleanRL and Stable-Baselines3.
+            value_weight: weight of half the squared error, as `vf_coef` is in CleanRL. In Stable-Baselines3 it is the
+                weight of the whole squared error: write ``2 * vf_coef``.
             entropy_weight: weight of the entropy bonus.
             continuous: False: `PolicyGradient`, for discrete actions. True: `GaussianPolicyGradient`.
             choices: sizes of independent discrete choices; see `PolicyGradient`.
