@@ -1176,6 +1176,11 @@ def test_mappings_are_read_by_their_items(function):
     for wrong, wanted, words in (
         ({"value": predictions["value"]}, targets, "predictions has nothing for 'reward', 'policy'"),
         ({**predictions, "vlaue": predictions["value"]}, targets, "predictions names 'vlaue', which is not a head"),
+        (
+            {**predictions, "actor": predictions["value"], "critic": predictions["value"]},
+            targets,
+            "predictions names 'actor', 'critic', which are not heads; the heads are ",
+        ),
         (predictions, {"value": targets["value"]}, "targets has nothing for 'reward'"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -325,7 +325,8 @@ def _check_names(
         if missing:
             problems.append(f"has nothing for {', '.join(map(repr, missing))}")
         if unknown:
-            problems.append(f"names {', '.join(map(repr, unknown))}, which is not a head")
+            what = "which is not a head" if len(unknown) == 1 else "which are not heads"
+            problems.append(f"names {', '.join(map(repr, unknown))}, {what}")
         raise ValueError(f"multi_step_loss: {argument} {' and '.join(problems)}; the heads are {', '.join(heads)}")
 
 
