@@ -206,7 +206,9 @@ def test_returns(case: Case) -> None:
         gradients.append(torch.autograd.grad(outputs, leaves, grad_outputs, **options))
     for name, found, expected in zip(names, *gradients, strict=True):
         assert found.dtype == data[name].dtype
-        assert_near(found.detach(), expected.detach(), max(tolerance, torch.finfo(found.dtype).eps))
+        info, found, expected = torch.finfo(found.dtype), found.detach(), expected.detach()
+        overflows = (expected.abs() > 0.99 * info.max) & (found.abs() > 0.98 * info.max)  # of half types
+        assert_near(found, torch.where(overflows, found.double(), expected), max(tolerance, info.eps))
     watched.check(case.function)
 
 
