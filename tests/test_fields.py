@@ -487,9 +487,15 @@ CONTEXTS = {
 }
 
 
+def marked_contexts():
+    """The names of CONTEXTS; those that compile are marked."""
+    marks = {True: pytest.mark.compiled, False: ()}
+    return [pytest.param(name, marks=marks[name.startswith(("compile", "export"))]) for name in CONTEXTS]
+
+
 @every_implementation
 @pytest.mark.parametrize("form", ["stacked", "lists"])
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("context", marked_contexts())
 def test_contexts(context, form, impl):
     torch._dynamo.reset()
     x = torch.tensor(0.1, dtype=torch.float64)

@@ -104,8 +104,15 @@ CASES = [
     (impl, reduction, options) for impl in ("fused", "reference") for reduction in REDUCTIONS for options in OPTIONS
 ]
 # Each of these compiles a graph.
-CASES += [("compiled", "valid_mean", "weights by head"), ("operator", "valid_mean", "weights by head")]
-CASES += [("operator", "none", "common weights"), ("operator", "mean", "plain")]
+CASES += [
+    pytest.param(*case, marks=pytest.mark.compiled)
+    for case in (
+        ("compiled", "valid_mean", "weights by head"),
+        ("operator", "valid_mean", "weights by head"),
+        ("operator", "none", "common weights"),
+        ("operator", "mean", "plain"),
+    )
+]
 
 
 @pytest.mark.parametrize(("impl", "reduction", "options"), CASES)
