@@ -23,7 +23,7 @@ REASONS = {
 #: By page and sentence, without its marks: a test, as path::name, or one of `REASONS`.
 CLAIMS = {
     "README.md": {
-        "A row gets the same bits in any batch, at any address and with any number of threads "
+        "A row of the loss gets the same bits in any batch, at any address and with any number of threads "
         "([what this covers](docs/faq.md#is-it-deterministic)).": (
             "tests/test_batch_invariance.py::test_threads_and_layouts_of_the_loss"
         ),

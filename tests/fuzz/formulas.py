@@ -489,7 +489,7 @@ class Ratios:
         return np.abs(self.r - bound) < 1e-5 * (self.r_size + abs(bound))
 
     def clamped(self) -> Sized:
-        """The ratio between its bounds, whose error is that of the nearest number."""
+        """The ratio, clamped to its bounds."""
         inside = (self.r >= self.lower) & (self.r <= self.upper)
         inside |= self.is_near(self.lower) | self.is_near(self.upper)
         result = np.where(np.isnan(self.r), np.nan, np.minimum(np.maximum(self.r, self.lower), self.upper))
@@ -694,7 +694,7 @@ def multi_step(
 ) -> MultiStep:
     """Predictions and targets `[B, T_h, ...]` by field, masks, step weights and scales `[B, T]`, importance weights
     `[B]`. The gradient of a `shared` field is the sum over all entries, each rounded to the type of the given
-    `torch.finfo`. The norm is that of the fields in `wants_gradient`.
+    `torch.finfo`. The norm counts the fields in `wants_gradient`.
 
     Allowed rounding: `rounded` epsilons of the magnitudes of a head's loss terms, `summed` epsilons of a sum's terms.
     """

@@ -88,7 +88,7 @@ class HeadCase:
         return self.classes or (field == "actions" and isinstance(self.head, gs.PolicyGradient))
 
     def form_of(self, field: str, form: str, index: int) -> str:
-        """The form of the field of an index, from that of the first field."""
+        """The form of a field by its index. `form` is the form of the first field."""
         if self.shared and field == "log_stds":
             return "shared"
         return FORMS[(FORMS.index(form) + index * self.mixed) % len(FORMS)]
@@ -361,7 +361,7 @@ class Leaf(NamedTuple):
     what: str
     tensor: Tensor
     part: Callable[[Array], Array]
-    """The gradient of the tensor from that of all entries `[B, T_h, ...]`."""
+    """Compute the gradient of the tensor from the gradient of all entries `[B, T_h, ...]`."""
     uses: int = 1
     """Number of gradients of its dtype that are added, at most."""
 
