@@ -130,6 +130,21 @@ def test_an_infinite_ratio_of_a_loss(impl):
 
 
 @every_implementation
+@pytest.mark.parametrize("action", [INF, -INF, 1e200])
+@pytest.mark.parametrize("head", [{}, {"surrogate": "log"}, {"surrogate": "cispo", "clip": 0.2}], ids=str)
+def test_an_impossible_action_of_a_gaussian_policy(action, head, impl):
+    """Its probability is 0, and so are its loss and gradient, although log pi(a) has an infinite derivative."""
+    means, log_stds = leaf([[0, 1]]), leaf([[-400, 0]])
+    for advantage in [0] if head else [0, 1]:
+        fields = {"actions": doubles(action, 1)[None], "advantages": doubles(advantage), "log_probs": doubles(-1)}
+        out = run(gs.GaussianPolicyGradient(**head), {"means": means, "log_stds": log_stds}, fields, impl)
+        assert out.loss == 0
+        assert out.log_probs["h"] == -INF
+        for gradient in gradient_of(out.loss, means, log_stds):
+            close(gradient, [[0, 0]])
+
+
+@every_implementation
 def test_approx_kl_and_clip_fraction(impl):
     """Over unmasked entries, without weights, also of skipped samples."""
     ratios = doubles(1, 1.1, 1.25, 0.7, 9, 1)

@@ -22,14 +22,25 @@ def log_prob(head: Any, prediction: Any, target: Fields) -> torch.Tensor:
 
 def _log_prob(head: Any, prediction: Any, target: Fields) -> torch.Tensor:
     if isinstance(prediction, dict):
-        z = (target["actions"] - prediction["means"]) * (-prediction["log_stds"]).exp()
-        log_prob: torch.Tensor = (-0.5 * z.square() - prediction["log_stds"] - 0.5 * math.log(2 * math.pi)).sum(-1)
-        return log_prob
+        means, log_stds, actions = prediction["means"], prediction["log_stds"], target["actions"]
+        impossible = _gaussian_log_prob(means.detach(), log_stds.detach(), actions) == -math.inf
+        if head.surrogate != "ppo":
+            impossible = impossible & (target["advantages"] == 0)
+        # These rows have no gradient, but 0 times the derivative of log_prob, which may be infinite, is NaN.
+        impossible = impossible.unsqueeze(-1)
+        means = torch.where(impossible, means.detach(), means)
+        return _gaussian_log_prob(means, torch.where(impossible, log_stds.detach(), log_stds), actions)
     if prediction.dim() == 1:
         return prediction  # type: ignore[no-any-return]
     actions = target["actions"] if head.choices else target["actions"].unsqueeze(-1)
     groups = zip(choices_of(head, prediction), actions.unbind(-1), strict=True)
     return torch.stack([_chosen_log_softmax(logits, action) for logits, action in groups]).sum(0)
+
+
+def _gaussian_log_prob(means: torch.Tensor, log_stds: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+    z = (actions - means) * (-log_stds).exp()
+    log_prob: torch.Tensor = (-0.5 * z.square() - log_stds - 0.5 * math.log(2 * math.pi)).sum(-1)
+    return log_prob
 
 
 def choices_of(head: Any, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
