@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.torch_version import TorchVersion
+from torch.utils._pytree import tree_leaves, tree_map
 
 import gradscale_ext as gs
 
@@ -162,6 +163,47 @@ def compiled_loss(rank: int) -> None:
 @check
 def loss_over_valid_entries_with_normalized_weights_and_checks(rank: int) -> None:
     mixture_loss("auto", reduction="valid_mean", normalize_importance_weights=True, check=True)
+
+
+def policies() -> tuple[dict[str, gs.Head], dict[str, Any], dict[str, Any]]:
+    """Heads with targets by field, logits of three actions, means with shared deviations, and values."""
+    torch.manual_seed(0)
+    heads = {
+        "policy": gs.PolicyGradient(entropy_weight=0.1),
+        "gaussian": gs.GaussianPolicyGradient(entropy_weight=0.1),
+        "value": gs.ClippedSquaredError(clip=0.2),
+    }
+    predictions = {
+        "policy": random(B, 3).requires_grad_(),
+        "gaussian": {"means": random(B, 2).requires_grad_(), "log_stds": random(2).requires_grad_()},
+        "value": random(B).requires_grad_(),
+    }
+    rows = {"advantages": random(B), "log_probs": -random(B).abs()}
+    targets = {
+        "policy": {"actions": torch.randint(3, (B,)), **rows},
+        "gaussian": {"actions": random(B, 2), **rows},
+        "value": {"returns": random(B), "values": random(B)},
+    }
+    return heads, predictions, targets
+
+
+@check
+def losses_of_policies(rank: int) -> None:
+    """Deviations that all samples share have no dimension to shard."""
+    for kind, target_kind, impl in itertools.product(PLACEMENTS, (None, *PLACEMENTS), ("auto", "reference")):
+        heads, predictions, targets = policies()
+        expected = gs.multi_step_loss(heads, predictions, targets, steps=False)
+        expected.loss.backward()
+        given = tree_map(lambda x: spread(x, kind if x.shape[0] == B else Replicate()), predictions)  # noqa: B023
+        wanted = tree_map(lambda x: spread(x, target_kind), targets)  # noqa: B023
+        found = gs.multi_step_loss(heads, given, wanted, steps=False, impl=impl)
+        found.loss.backward()
+        assert_same_output(found, expected)
+        for field in ("log_probs", "approx_kl", "clip_fraction"):
+            assert_same(getattr(found, field), getattr(expected, field))
+        for ours, other in zip(tree_leaves(given), tree_leaves(predictions), strict=True):
+            assert ours.grad.placements == ours.placements
+            assert_same(ours.grad, other.grad)
 
 
 @check

@@ -160,3 +160,45 @@ class Called(torch.nn.Module):
 
     def forward(self, *arguments):
         return self.function(*arguments)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"nonfinite": "skip"}, {"reduction": "none"}, {"mask": True}], ids=str)
+@pytest.mark.parametrize(("batch", "steps", "size"), [(1, 1, 1), (15, 2, 32), (16, 1, 33), (47, 3, 70), (2000, 2, 6)])
+def test_gradient_of_shared_deviations(batch, steps, size, options, dtype):
+    """It is the sum over all samples and steps of the gradients of equal deviations of each, rounded once."""
+    g = torch.Generator().manual_seed(batch)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+
+    means, shared = normal(batch, steps, size), (normal(size) / 4).requires_grad_()
+    target = {"actions": normal(batch, steps, size), "advantages": normal(batch, steps)}
+    if "reduction" not in options and options:
+        means[batch // 2, 0] = torch.nan  # in a sample that counts nothing
+    if "mask" in options:
+        options = {"mask": torch.rand(batch, steps, generator=g) < 0.8}
+        options["mask"][batch // 2, 0] = False
+    means.requires_grad_()
+    head = gs.GaussianPolicyGradient(surrogate="log", entropy_weight=0.1)
+    factor = torch.rand(batch, generator=g, dtype=torch.float64)
+
+    def gradients(scales, means, target, impl):
+        prediction = {"p": {"means": means, "log_stds": scales}}
+        out = gs.multi_step_loss({"p": head}, prediction, {"p": target}, impl=impl, **options)
+        loss = (out.loss * factor).sum() if out.loss.dim() else 3 * out.loss
+        return torch.autograd.grad(loss, [scales, means]), out.head_gradient_norms["p"]
+
+    (found, of_means), norm = gradients(shared, means, target, "fused")
+    each = shared.detach().double().expand(batch, steps, size).clone().requires_grad_()
+    precise = {name: x.double() for name, x in target.items()}
+    (expected, means_expected), _ = gradients(each, means.detach().double().requires_grad_(), precise, "reference")
+    (_, _), norm_expected = gradients(
+        shared.detach().double().requires_grad_(), means.detach().double().requires_grad_(), precise, "reference"
+    )
+    eps, least = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    magnitude = expected.abs().sum((0, 1))
+    tolerance = eps * found.abs() + 20 * min(eps, 6e-8) * magnitude + least
+    assert ((found.double() - expected.sum((0, 1))).abs() <= tolerance).all()
+    torch.testing.assert_close(of_means.double(), means_expected, rtol=20 * eps, atol=least)
+    torch.testing.assert_close(norm.double(), norm_expected, rtol=1e-5, atol=1e-6)

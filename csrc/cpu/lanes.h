@@ -52,6 +52,9 @@ struct Lanes {
   friend GRADSCALE_HOST_DEVICE Lanes operator/(Lanes a, Lanes b) {
     return each([&](size_t p) { return a.parts[p] / b.parts[p]; });
   }
+  friend GRADSCALE_HOST_DEVICE Lanes operator-(Lanes a) {
+    return each([&](size_t p) { return -a.parts[p]; });
+  }
   GRADSCALE_HOST_DEVICE void operator+=(Lanes b) {
     *this = *this + b;
   }

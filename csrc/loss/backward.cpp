@@ -58,6 +58,13 @@ bool wants_half(const Call& call) {
   return any;
 }
 
+bool has_sums(const Call& call) {
+  bool any = false;
+  call.each_prediction(
+      [&](const Entries& entries, const at::Tensor&, size_t) { any = any || entries.sums_gradient(); });
+  return any;
+}
+
 // True if the node has the only reference to the gradient, which can then be overwritten.
 bool is_ours(const at::Tensor& gradient) {
   return !gradient.defined() || gradient.use_count() == 1;
@@ -134,6 +141,7 @@ Tensors run_again(const SavedCall& saved, Tensors gradients, const at::Tensor& g
   const bool ours = std::all_of(gradients.begin(), gradients.end(), is_ours);
   if (ours && !gradients.empty() && saved.call.launches != nullptr) {
     run_again(saved.call, incoming);
+    saved.call.sum_scales(gradients, /*adds_norms=*/false);
     return gradients;
   }
   Call call = saved.call;
@@ -186,7 +194,7 @@ py::object to_python(const Entries& entries, bool has_steps) {
   if (entries.tensors.empty()) {
     return py::none();
   }
-  return entries.stacked || !has_steps ? py::cast(entries.tensors[0]) : py::cast(entries.tensors);
+  return entries.stacked || entries.shared || !has_steps ? py::cast(entries.tensors[0]) : py::cast(entries.tensors);
 }
 
 // The same of one field without a name, or of several by their names. If the first may be alone, the others decide.
@@ -280,8 +288,10 @@ class MultiStepLossBackward : public BackwardNode {
       return run_again(saved, take_gradients(is_last_use), grad_output);
     }
     const bool is_one = grad_output.dim() == 0 && grad_output.item<double>() == 1.0;
-    // Half gradients would be rounded a second time, and 0 * inf would be NaN in masked entries.
-    if (!is_one && (wants_half(saved.call) || !grad_output.isfinite().all().item<bool>())) {
+    // Half gradients would be rounded a second time, 0 * inf would be NaN in masked entries, and a sum over samples
+    // cannot be multiplied by a factor for each.
+    const bool needs_rows = grad_output.dim() != 0 && has_sums(saved.call);
+    if (!is_one && (wants_half(saved.call) || needs_rows || !grad_output.isfinite().all().item<bool>())) {
       return run_again(saved, {}, grad_output);
     }
     Tensors gradients = take_gradients(is_last_use);

@@ -1,5 +1,6 @@
 #include "call.h"
 
+#include "../cpu/scratch.h"
 #include "../cuda/driver.h"
 #include "../cuda/empty_tensor.h"
 #include "../torch/gradient_pool.h"
@@ -314,6 +315,7 @@ Pass Call::begin_pass() {
   outputs.approx_kl.resize(heads->size());
   outputs.clip_fraction.resize(heads->size());
   outputs.shares.resize(heads->size());
+  scale_rows.assign(heads->size(), at::Tensor());
   pass.grad_output = slab(grad_output, pass.is_backward && grad_output.dim() != 0 ? grad_output.stride(0) : 0);
   for (size_t h = 0; h < heads->size(); ++h) {
     add_coefficients(h);
@@ -346,8 +348,9 @@ Pass Call::begin_pass() {
 }
 
 void Call::end_pass(std::shared_ptr<const Launches> used) {
-  if (outputs.head_gradient_norms.defined()) {
-    correct_norms();
+  sum_scales(gradients, outputs.head_gradient_norms.defined());
+  if (!on_device) {
+    scale_rows.clear();
   }
   launches = copies_.empty() ? std::move(used) : nullptr;
   coefficients_.clear();
@@ -476,9 +479,10 @@ void Call::add_targets(size_t h, Segment* segments) {
     }
     if (has_scales) {
       fields_.push_back(rows(*scales));
-      fields_.push_back(gradient_rows(*scales, t));
+      fields_.push_back(scales->sums_gradient() ? scale_gradient_rows(h, *scales, t) : gradient_rows(*scales, t));
       segment.wants_scales = fields_.back().data != nullptr;
       segment.shares_scales = scales->shared;
+      segment.sums_scales = scales->sums_gradient() && sums_rows();
     }
   }
 }
@@ -489,16 +493,38 @@ Rows Call::gradient_rows(const Entries& predicted, int64_t step) const {
   return gradient.defined() ? view_rows(gradient, predicted.stacked, step) : Rows{};
 }
 
-void Call::correct_norms() {
+// The gradients of shared log_stds at a step. They are added up afterwards. A CPU adds up each kLanes rows at once,
+// unless samples may be skipped.
+Rows Call::scale_gradient_rows(size_t h, const Entries& scales, int64_t step) {
+  if (!gradients[scales.first].defined()) {
+    return {};
+  }
+  const int64_t rows = sums_rows() ? (batch + kLanes - 1) / kLanes : batch, width = scales.tensors[0].size(0);
+  at::Tensor& all = scale_rows[h];
+  if (!all.defined()) {
+    const bool is_double_row = scales.tensors[0].scalar_type() == at::kDouble;
+    const int64_t steps_of_head = num_steps - (*heads)[h].first_step;
+    all = empty_large({steps_of_head * rows, width}, sum_options.dtype(is_double_row ? at::kDouble : at::kFloat));
+  }
+  return {
+      static_cast<char*>(all.mutable_data_ptr()) + step * rows * width * all.element_size(), width, element_of(all)};
+}
+
+void Call::sum_scales(Tensors& sums, bool adds_norms) const {
   for (size_t h = 0; h < predictions.size(); ++h) {
     const Entries& last = predictions[h].back();
-    if (!last.shared || !gradients[last.first].defined()) {
+    if (!last.shared || !sums[last.first].defined()) {
       continue;
     }
-    const at::Tensor total =
-        gradients[last.first].flatten(0, -2).sum(0, /*keepdim=*/false, sum_options.dtype().toScalarType());
-    at::Tensor norm = outputs.head_gradient_norms.select(0, static_cast<int64_t>(h));
-    norm.copy_(at::hypot(norm, at::linalg_vector_norm(total)));
+    const at::Tensor rows = last.sums_gradient() ? scale_rows[h] : sums[last.first].flatten(0, -2);
+    const at::Tensor total = rows.sum(0, /*keepdim=*/false, sum_options.dtype().toScalarType());
+    if (last.sums_gradient()) {
+      sums[last.first].copy_(total);
+    }
+    if (adds_norms) {
+      at::Tensor norm = outputs.head_gradient_norms.select(0, static_cast<int64_t>(h));
+      norm.copy_(at::hypot(norm, at::linalg_vector_norm(total)));
+    }
   }
 }
 
@@ -519,6 +545,10 @@ const Entries& Call::with_contiguous_elements(const Entries& entries) {
 }
 
 Rows Call::rows_of(const Entries& entries, int64_t step) const {
+  if (entries.sums_gradient()) { // the same row for all
+    const at::Tensor& row = entries.tensors[0];
+    return {const_cast<void*>(row.const_data_ptr()), 0, element_of(row)};
+  }
   return view_rows(entries.tensors[entries.stacked ? 0 : step], entries.stacked, step);
 }
 

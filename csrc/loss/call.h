@@ -210,16 +210,20 @@ enum class Option : size_t { GRADSCALE_OPTIONS(GRADSCALE_ENUMERATOR) };
 struct Entries {
   Tensors tensors; // empty: the head has no target, or the field was left out
   bool stacked = false;
-  bool shared = false; // expanded from a tensor without dimensions of samples and steps
+  bool shared = false; // one tensor for all samples and steps, [D], or expanded from it
   size_t first = 0;    // the index of the first tensor in the list of all prediction tensors; set by begin_pass()
 
+  // True if the kernels add up the gradient over all samples and steps; autograd does it for an expanded tensor.
+  bool sums_gradient() const {
+    return shared && tensors[0].dim() == 1;
+  }
   // The number of batch and step dimensions.
   int64_t leading_dims() const {
-    return stacked ? 2 : 1;
+    return sums_gradient() ? 0 : (stacked ? 2 : 1);
   }
   // The sizes of the dimensions after these. Step 0 is the first step of the head.
   at::IntArrayRef sizes(int64_t step) const {
-    return tensors[stacked ? 0 : step].sizes().slice(leading_dims());
+    return tensors[stacked || shared ? 0 : step].sizes().slice(leading_dims());
   }
 };
 
@@ -255,6 +259,7 @@ struct Call : Options {
   at::Tensor counts;      // on a device: float64 [heads], the numbers of unmasked entries, if they divide sums of heads
   at::Tensor metrics;     // float64 [segments, B, 2], the RowMetrics of all rows
   at::Tensor differences; // [segments, B, 2], of the policies among the rows that have log_probs
+  Tensors scale_rows;     // by head: gradients of shared log_stds by row, or sums over kLanes rows, [rows, D]
   std::shared_ptr<const Launches> launches; // on a device, for run_again(); null if they read copies of tensors
 
   // The largest number of steps of a head, counted from the root.
@@ -272,6 +277,11 @@ struct Call : Options {
   // True if approx_kl and clip_fraction are outputs of the head.
   bool has_old_policy(size_t head) const {
     return is_policy((*heads)[head].kind) && !targets[head][1 + kLogProbs].tensors.empty();
+  }
+
+  // True if the gradients of kLanes rows of shared log_stds are added up at once.
+  bool sums_rows() const {
+    return !on_device && nonfinite == Nonfinite::propagate;
   }
 
   // The dimension of the samples in a tensor that also has a step dimension.
@@ -295,6 +305,8 @@ struct Call : Options {
   // launches that computed it.
   Pass begin_pass();
   void end_pass(std::shared_ptr<const Launches> used);
+  // Adds up the gradients of shared log_stds over their rows, and adds the sums to head_gradient_norms.
+  void sum_scales(Tensors& sums, bool adds_norms) const;
 
   // The rows of a step. Step 0 is the first step of the head.
   Rows rows_of(const Entries& entries, int64_t step) const;
@@ -318,8 +330,7 @@ struct Call : Options {
   void add_segments(size_t head);
   void add_targets(size_t head, Segment* segments);
   Rows gradient_rows(const Entries& predicted, int64_t step) const;
-  // Adds the gradients of shared predictions, which are sums over all rows, to head_gradient_norms.
-  void correct_norms();
+  Rows scale_gradient_rows(size_t head, const Entries& scales, int64_t step);
   const Entries& with_contiguous_elements(const Entries& entries);
   Rows view_rows(const at::Tensor& tensor, bool stacked, int64_t step) const;
   Slab column(const at::Tensor& tensor, int64_t step) const;

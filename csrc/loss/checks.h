@@ -85,8 +85,12 @@ class Checks {
     require(call_.steps || heads_[h].first_step == 0, {"prediction", static_cast<int64_t>(h)}, "begins at a step");
     const std::vector<FieldOfHead> fields = fields_of(h);
     for (const FieldOfHead& field : fields) {
-      const bool has_steps = call_.steps ? steps_of(field.entries, call_.batch_first) == steps : !field.entries.stacked;
-      require(steps >= 1 && (field.entries.tensors.empty() || has_steps), field.part, "has another number of steps");
+      const Entries& entries = field.entries;
+      const bool has_steps = call_.steps ? steps_of(entries, call_.batch_first) == steps : !entries.stacked;
+      require(
+          steps >= 1 && (entries.tensors.empty() || entries.sums_gradient() || has_steps),
+          field.part,
+          "has another number of steps");
     }
     const Form& form = form_of(h, fields);
     for (int64_t step = 0; step < steps; ++step) {
@@ -98,7 +102,7 @@ class Checks {
       }
     }
     for (const Entries& entries : call_.predictions[h]) { // the same at all steps
-      for (int64_t step = 1; step < steps && !entries.stacked; ++step) {
+      for (int64_t step = 1; step < steps && !entries.stacked && !entries.shared; ++step) {
         require(
             entries.sizes(step) == entries.sizes(0),
             {"prediction", static_cast<int64_t>(h), step},
@@ -202,12 +206,13 @@ class Checks {
     const Entries& entries = field.entries;
     Part part = field.part;
     part.entry = entries.stacked || !call_.steps ? -1 : step;
-    const at::Tensor& tensor = entries.tensors[entries.stacked ? 0 : step];
+    const at::Tensor& tensor = entries.tensors[entries.stacked || entries.shared ? 0 : step];
     const std::string letters = letters_of(pattern);
     require(
         (*pattern == '#' ? tensor.scalar_type() == at::kLong : has_element(tensor)) && is_on_device(tensor) &&
             tensor.dim() == entries.leading_dims() + static_cast<int64_t>(letters.size()) &&
-            tensor.size(call_.batch_dim(entries)) == call_.batch && sizes.match(letters, entries.sizes(step)),
+            (entries.sums_gradient() || tensor.size(call_.batch_dim(entries)) == call_.batch) &&
+            sizes.match(letters, entries.sizes(step)),
         part,
         tensor);
   }
@@ -286,12 +291,21 @@ class Checks {
       const at::IntArrayRef sizes = targets.sizes(k);
       const int64_t count = sizes.empty() ? 1 : sizes[0];
       const int64_t stride = sizes.empty() ? 0 : targets.tensors[targets.stacked ? 0 : k].stride(-1);
-      for (int64_t b = 0; b < call_.batch; ++b) {
-        for (int64_t i = 0; i < count && mask.includes(b, first_step + k); ++i) {
-          const int64_t chosen = static_cast<const int64_t*>(rows.data)[b * rows.stride + i * stride];
-          const int64_t number = num_classes(heads_[h], i, width);
-          if (chosen < 0 || chosen >= number) {
-            reject_class(h, k, b, i, number, chosen);
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t number = num_classes(heads_[h], i, width);
+        const auto chosen = [&](int64_t b) {
+          return static_cast<const int64_t*>(rows.data)[b * rows.stride + i * stride];
+        };
+        const auto is_outside = [&](int64_t b) {
+          return static_cast<uint64_t>(chosen(b)) >= static_cast<uint64_t>(number);
+        };
+        bool any = false; // all are read first, without a branch for each
+        for (int64_t b = 0; b < call_.batch; ++b) {
+          any |= is_outside(b);
+        }
+        for (int64_t b = 0; b < call_.batch && any; ++b) {
+          if (is_outside(b) && mask.includes(b, first_step + k)) {
+            reject_class(h, k, b, i, number, chosen(b));
           }
         }
       }

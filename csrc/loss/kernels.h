@@ -142,6 +142,7 @@ struct Segment {
   int64_t first_field; // in Pass::fields
   bool wants_scales;   // kLogStdsGradient is given
   bool shares_scales;  // all rows have the same log_stds: their gradients are no part of the metrics
+  bool sums_scales;    // a row of kLogStdsGradient is the sum over kLanes rows
   double step_weight = 1;
   double step_gradient_scale = 1;
 
@@ -270,7 +271,7 @@ struct Pass {
       }
     };
     clear(s.gradient);
-    if (s.head->kind == Kind::gaussian_policy_gradient) {
+    if (s.head->kind == Kind::gaussian_policy_gradient && !s.sums_scales) {
       clear(fields[s.first_field + kLogStdsGradient]);
     }
   }
@@ -295,6 +296,28 @@ struct Pass {
 using RunRows = void (*)(const Pass&, const Segment&, int64_t begin, int64_t end, double* scratch);
 extern const RunRows run_rows_kernel;
 
+// Sums over samples: their part of the loss, and the number of those whose loss is not finite.
+struct LossSums {
+  double loss;
+  double nonfinite;
+};
+
+// The sums of a block of samples: computed in a fixed order, and then added up over the blocks.
+struct BlockSums {
+  HeadSums* heads;
+  LossSums total;
+};
+constexpr int64_t kSamplesOfBlock = 1024; // their numbers stay in the cache
+
+inline int64_t elements_of_block(const Pass& pass) {
+  return (2 * pass.num_heads + 4) * kSamplesOfBlock;
+}
+
+// Stores the loss of each sample of the block that begins with sample `first`, and its sums. `scratch` holds
+// elements_of_block() doubles.
+using SumSamples = void (*)(const Pass&, bool is_double, int64_t first, double* scratch, BlockSums&);
+extern const SumSamples sum_samples_kernel;
+
 // ---- On a device ----------------------------------------------------------------------------------------------------
 
 // Consecutive segments of one head with the same kind of rows, so that all of them take the same number of blocks of
@@ -308,12 +331,6 @@ struct RowRange {
   int32_t threads_per_row; // in TeamRows
   int64_t raw_centers;     // the offset in the table of the raw centres, in the type of sums; -1: none
   int64_t choice_ends;     // the offset in the table of Head::choice_ends
-};
-
-// Sums over samples: their part of the loss, and the number of those whose loss is not finite.
-struct LossSums {
-  double loss;
-  double nonfinite;
 };
 
 // The sums of each block of loss_totals.

@@ -109,7 +109,9 @@ std::vector<std::vector<Entries>> entries_from(
     const bool is_one = count == kStacked || count == kShared;
     const size_t end = next + (is_one ? 1 : std::max<int64_t>(count, 0));
     TORCH_CHECK(end <= tensors.size(), "multi_step_loss: the counts add up to more tensors than the list has");
-    all.push_back({{{tensors.begin() + next, tensors.begin() + end}, is_one && has_steps, count == kShared}});
+    Entries entries{{tensors.begin() + next, tensors.begin() + end}, is_one && has_steps, count == kShared};
+    entries.stacked = entries.stacked && !entries.sums_gradient();
+    all.push_back({std::move(entries)});
     next = end;
   }
   TORCH_CHECK(next == tensors.size(), "multi_step_loss: the counts add up to fewer tensors than the list has");

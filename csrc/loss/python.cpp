@@ -50,7 +50,13 @@ class LossReader {
     call.predictions = all_fields("prediction", predictions, &KindOfHead::prediction, &LossReader::tensor);
     call.targets = all_fields("target", targets, &KindOfHead::target, &LossReader::constant);
     read_options(options, call);
-    expand_scales(call);
+    for (std::vector<Entries>& fields : call.predictions) { // the deviations [D] of a Gaussian policy
+      Entries& last = fields.back();
+      if (fields.size() > 1 && last.tensors.size() == 1 && last.tensors[0].dim() == 1) {
+        last.shared = true;
+        last.stacked = false;
+      }
+    }
     const bool records = at::GradMode::is_enabled();
     call.each_prediction([&](const Entries&, const at::Tensor& prediction, size_t) {
       call.wants.push_back(records && prediction.requires_grad());
@@ -148,22 +154,6 @@ class LossReader {
     }
     require(found == PyDict_Size(given.ptr()), {argument}, "names what is not a head");
     return by_head;
-  }
-
-  // Expands the deviations [D] of a Gaussian policy, which all samples and steps share.
-  void expand_scales(Call& call) const {
-    for (std::vector<Entries>& fields : call.predictions) {
-      Entries& scales = fields.back();
-      if (fields.size() > 1 && scales.tensors.size() == 1 && scales.tensors[0].dim() == 1) {
-        const at::Tensor& means = fields[0].tensors.at(0);
-        std::vector<int64_t> sizes = means.sizes().vec();
-        if (has_steps_ && !fields[0].stacked) {
-          sizes.insert(sizes.begin() + (call.batch_first ? 1 : 0), static_cast<int64_t>(fields[0].tensors.size()));
-        }
-        require(!sizes.empty() && sizes.back() == scales.tensors[0].size(0), {"prediction"}, "has other deviations");
-        scales = {{scales.tensors[0].expand(sizes)}, has_steps_, true};
-      }
-    }
   }
 
   // ---- Options ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from ..call.validate import Call
 from ..heads import DETAILS, record_of
 
 #: A count is the number of tensors in the list of a field; these stand for one stacked tensor, for no tensor, and for a
-#: stacked tensor that was expanded from one for all samples and steps.
+#: tensor for all samples and steps, which may be expanded.
 _STACKED, _NONE, _SHARED = 0, -1, -2
 #: Results of the operator, in its order: names, and True for a list by head.
 _OUTPUTS = _C.outputs()
@@ -106,9 +106,10 @@ _POLICIES = ("policy_gradient", "gaussian_policy_gradient")
 
 
 def _expanded(call: Call, head: str, entries: FieldEntries) -> FieldEntries:
-    """The prediction of a head, with a dimension for samples and steps also in fields that all of them share."""
+    """The prediction of a head. If there is a loss, and so a factor, for each sample, fields that all samples and
+    steps share get dimensions for them."""
     shared = call.shared(head)
-    if not shared or not isinstance(entries, Mapping):
+    if not shared or not isinstance(entries, Mapping) or call.options.reduction != "none":
         return entries
     steps = call.steps - call.heads[head].first_step
     leading: tuple[int, ...] = (call.batch, steps) if call.options.batch_first else (steps, call.batch)

@@ -136,8 +136,8 @@ struct ChoiceLanes {
   alignas(64) A chosen_e[kLanes];
   alignas(64) A chosen_difference[kLanes];
 
-  ChoiceSums<A> of(int64_t lane) const {
-    return {others[lane], weighted[lane], chosen_e[lane], chosen_difference[lane]};
+  ChoiceSums<Lanes<A>> lanes() const {
+    return {load_lanes(others), load_lanes(weighted), load_lanes(chosen_e), load_lanes(chosen_difference)};
   }
 };
 
@@ -185,21 +185,13 @@ struct ShortChoices {
 
   // As ChoiceGradient::at(), for 16 rows.
   void differentiate(Choice choice, const ChoiceLanes<A>& sums, const A* slopes, A entropy_weight) {
-    alignas(64) A slope_of_p[kLanes], weight[kLanes], expected[kLanes];
-#pragma omp simd
-    for (int64_t i = 0; i < kLanes; ++i) {
-      const ChoiceGradient<A> gradient(sums.of(i), slopes[i], entropy_weight);
-      slope_of_p[i] = gradient.slope_of_p;
-      weight[i] = gradient.entropy_weight * gradient.inverse_sum;
-      expected[i] = gradient.expected;
-    }
-    const Lanes<A> slope = load_lanes(slope_of_p), others = load_lanes(sums.others), one = A(1);
-    const Lanes<A> weights = load_lanes(weight), means = load_lanes(expected);
+    const ChoiceGradient<Lanes<A>> gradient(sums.lanes(), load_lanes(slopes), entropy_weight);
+    const Lanes<A> one = A(1), weight = gradient.entropy_weight * gradient.inverse_sum;
     for (int32_t j = choice.begin; j < choice.end; ++j) {
       const Lanes<A> e = x.column(j), t = target.column(j);
-      Lanes<A> value = slope * (e * (one - t) - t * others);
+      Lanes<A> value = gradient.slope_of_p * (e * (one - t) - t * gradient.others);
       if (entropy_weight != A(0)) {
-        value += weights * (e * (CrossEntropy<Lanes<A>, 0>::finite(differences.column(j)) - means));
+        value += weight * (e * (CrossEntropy<Lanes<A>, 0>::finite(differences.column(j)) - gradient.expected));
       }
       squares += value * value;
       x.store_column(j, value);
@@ -385,22 +377,69 @@ struct NormalColumns {
       rows.data = static_cast<char*>(rows.data) + begin * element_size(rows.element);
       return rows;
     };
+    Columns<A>& actions = inverse_scales;
     read_columns(from(s.prediction), row_batch, count, z);
     read_columns(from(pass.fields[s.first_field + kLogStds]), row_batch, count, log_scales);
-    read_columns(from(s.target), row_batch, count, inverse_scales);
-    for (int64_t j = 0; j < count; ++j) {
+    read_columns(from(s.target), row_batch, count, actions);
+    A common[kShortRow] = {}; // the inverse scales of all rows
+    for (int64_t j = 0; j < count && s.shares_scales; ++j) {
+      common[j] = log_scales.at[j][0];
+    }
 #pragma omp simd
-      for (int64_t i = 0; i < kLanes; ++i) {
-        const auto term = NormalTerm<A>::of(z.at[j][i], log_scales.at[j][i], inverse_scales.at[j][i]);
-        z.at[j][i] = term.z;
-        inverse_scales.at[j][i] = term.inverse_scale;
+    for (int64_t j = 0; j < kShortRow; ++j) {
+      common[j] = exponential(-common[j]);
+    }
+    for (int64_t j = 0; j < count; ++j) {
+      const auto compute = [&](auto inverse_scale) {
+#pragma omp simd
+        for (int64_t i = 0; i < kLanes; ++i) {
+          const auto term = NormalTerm<A>::of(z.at[j][i], log_scales.at[j][i], actions.at[j][i], inverse_scale(i));
+          z.at[j][i] = term.z;
+          inverse_scales.at[j][i] = term.inverse_scale;
+        }
+      };
+      if (s.shares_scales) {
+        compute([&](int64_t) { return common[j]; });
+      } else {
+        compute([&](int64_t i) { return exponential(-log_scales.at[j][i]); });
       }
     }
   }
-  NormalTerm<A> at(int64_t j, int64_t i) const {
-    return {inverse_scales.at[j][i], z.at[j][i], log_scales.at[j][i]};
+  NormalTerm<Lanes<A>> at(int64_t j) const {
+    return {inverse_scales.column(j), z.column(j), log_scales.column(j)};
   }
 };
+
+// Writes the gradients of `count` dimensions, from dimension `begin` on.
+template <class A>
+void write_dimensions(Rows rows, const RowBatch& row_batch, int64_t begin, int64_t count, const Columns<A>& gradients) {
+  if (rows.data != nullptr) {
+    rows.data = static_cast<char*>(rows.data) + begin * element_size(rows.element);
+    write_columns(rows, row_batch, count, gradients);
+  }
+}
+
+// Writes the sums over the unmasked rows of a row batch.
+template <class A>
+void write_sums(
+    const Rows& rows, const RowBatch& row_batch, int64_t begin, int64_t count, const Columns<A>& gradients) {
+  A* to = static_cast<A*>(rows.data) + row_batch.first / kLanes * rows.stride + begin;
+  A counts[kLanes];
+  for (int64_t i = 0; i < kLanes; ++i) {
+    counts[i] = row_batch.unmasked[i] ? A(1) : A(0);
+  }
+  for (int64_t j = 0; j < count; ++j) {
+    to[j] = total(product(load_lanes(counts), gradients.column(j)));
+  }
+}
+
+template <class A>
+void add_squares(const A* values, double* squares) {
+#pragma omp simd
+  for (int64_t i = 0; i < kLanes; ++i) {
+    squares[i] += squared(values[i]);
+  }
+}
 
 template <class A>
 [[gnu::noinline]] void normal_rows(const Pass& pass, const Segment& s, const RowBatch& row_batch) {
@@ -418,14 +457,14 @@ template <class A>
     }
   };
   each_part(true, [&](int64_t, int64_t count) {
+    Lanes<A> log_probs = load_lanes(log_prob), entropies = load_lanes(entropy);
     for (int64_t j = 0; j < count; ++j) {
-#pragma omp simd
-      for (int64_t i = 0; i < kLanes; ++i) {
-        const A z = columns.z.at[j][i], log_scale = columns.log_scales.at[j][i];
-        log_prob[i] += NormalTerm<A>::log_prob(z, log_scale);
-        entropy[i] += NormalTerm<A>::entropy(log_scale);
-      }
+      const NormalTerm<Lanes<A>> term = columns.at(j);
+      log_probs += NormalTerm<Lanes<A>>::log_prob(term.z, term.log_scale);
+      entropies += NormalTerm<Lanes<A>>::entropy(term.log_scale);
     }
+    store_lanes(log_prob, log_probs);
+    store_lanes(entropy, entropies);
   });
   score_rows(pass, s, row_batch, log_prob, entropy, slopes);
   for (int64_t i = 0; i < row_batch.count; ++i) {
@@ -434,36 +473,33 @@ template <class A>
   if (!s.wants_gradient()) {
     return;
   }
-  A weights[kLanes]; // of the entropy
+  A coefficients[kLanes];
 #pragma omp simd
   for (int64_t i = 0; i < kLanes; ++i) {
-    const A coefficient = static_cast<A>(row_batch.coefficients[i]); // first: a gradient may overflow
-    slopes[i] = slopes[i] * coefficient;
-    weights[i] = static_cast<A>(s.head->entropy_weight) * coefficient;
+    coefficients[i] = static_cast<A>(row_batch.coefficients[i]); // first: a gradient may overflow
   }
-  const bool counts_means = s.gradient.data != nullptr;
+  const Lanes<A> factors = load_lanes(coefficients), slope = load_lanes(slopes) * factors;
+  const Lanes<A> weight = Lanes<A>(static_cast<A>(s.head->entropy_weight)) * factors; // of the entropy
   const bool counts_scales = log_scale_gradient.data != nullptr && !s.shares_scales;
   double squares[kLanes] = {};
   each_part(!is_kept, [&](int64_t begin, int64_t count) {
     for (int64_t j = 0; j < count; ++j) {
-#pragma omp simd
-      for (int64_t i = 0; i < kLanes; ++i) {
-        const NormalTerm<A> term = columns.at(j, i);
-        const A of_mean = term.mean_gradient(slopes[i]);
-        const A of_scale = term.log_scale_gradient(slopes[i], weights[i]);
-        columns.z.at[j][i] = of_mean;
-        columns.log_scales.at[j][i] = of_scale;
-        squares[i] += (counts_means ? squared(of_mean) : 0) + (counts_scales ? squared(of_scale) : 0);
+      const NormalTerm<Lanes<A>> term = columns.at(j);
+      columns.z.store_column(j, term.mean_gradient(slope));
+      columns.log_scales.store_column(j, term.log_scale_gradient(slope, weight));
+      if (s.gradient.data != nullptr) {
+        add_squares(columns.z.at[j], squares);
+      }
+      if (counts_scales) {
+        add_squares(columns.log_scales.at[j], squares);
       }
     }
-    const auto write = [&](Rows rows, const Columns<A>& gradients) {
-      if (rows.data != nullptr) {
-        rows.data = static_cast<char*>(rows.data) + begin * element_size(rows.element);
-        write_columns(rows, row_batch, count, gradients);
-      }
-    };
-    write(s.gradient, columns.z);
-    write(log_scale_gradient, columns.log_scales);
+    write_dimensions(s.gradient, row_batch, begin, count, columns.z);
+    if (s.sums_scales && log_scale_gradient.data != nullptr) {
+      write_sums(log_scale_gradient, row_batch, begin, count, columns.log_scales);
+    } else {
+      write_dimensions(log_scale_gradient, row_batch, begin, count, columns.log_scales);
+    }
   });
   for (int64_t i = 0; i < row_batch.count; ++i) {
     s.metrics[row_batch.first + i].gradient_square = squares[i];

@@ -20,6 +20,7 @@ const RunRows run_rows_kernel = GRADSCALE_CPU_KERNEL(run_rows);
 #else
 #include "../../cpu/rows.h"
 #include "../../formulas/cross_entropy.h"
+#include "../../formulas/distributions.h"
 #include "../../formulas/elementary.h"
 #include "../../formulas/targets.h"
 #include "../kinds.h"

@@ -5,6 +5,7 @@
 // memory once and then from the cache; gradients are written once.
 #pragma once
 
+#include "../../formulas/distributions.h"
 #include "../policy_heads.h"
 #include "team_rows.cuh"
 
