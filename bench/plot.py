@@ -2,6 +2,8 @@
 README as bars; learning.svg and learning_ppo.svg, the learning curves of bench/curves.py and bench/ppo_curves.py.
 
 python bench/plot.py
+
+Pictures of the site are at most 4.6 inches wide, so that a phone shows all of it, with words that can be read.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from harness import RESULTS
 from readme import source_of, speed_rows
@@ -38,11 +41,11 @@ def draw_bars() -> None:
     axis.spines[["top", "right"]].set_visible(False)
     axis.margins(x=0.12)
     axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(COLORS), frameon=False, fontsize=8)
+    figure.tight_layout()
     save(figure, "speed")
 
 
 def save(figure: Figure, name: str) -> None:
-    figure.tight_layout()
     figure.savefig(RESULTS / f"{name}.svg", metadata={"Date": None, "Source": source_of(name)})
     print(f"written to {RESULTS / name}.svg")
 
@@ -50,7 +53,7 @@ def save(figure: Figure, name: str) -> None:
 def draw_lines() -> None:
     """Time against batch size, forward and with backward."""
     data = json.loads((RESULTS / "loss.json").read_text())
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True)
+    figure, axes = plt.subplots(2, 1, figsize=(4.6, 6), sharex=True, sharey=True)
     for axis, wanted in zip(axes, ("forward", "forward+backward"), strict=True):
         for contestant, color in COLORS.items():
             points = sorted(
@@ -65,21 +68,17 @@ def draw_lines() -> None:
             batches, medians, low, high = zip(*points, strict=True)
             axis.plot(batches, medians, marker="o", markersize=4, color=color, label=contestant)
             axis.fill_between(batches, low, high, color=color, alpha=0.15, linewidth=0)
-        axis.set(xscale="log", yscale="log", xlabel="batch size", title=wanted)
+        axis.set(xscale="log", yscale="log", ylabel="ms", title=wanted.replace("+", " + "))
         axis.set_xscale("log", base=2)
         axis.set_xticks(batches, [str(batch) for batch in batches])
         axis.grid(which="major", alpha=0.3)
-    axes[0].set_ylabel("ms (median; shaded: 20th to 80th percentile)")
+    axes[1].set_xlabel("batch size")
     axes[0].legend(frameon=False)
-    machine = data["machine"]
-    figure.suptitle(
-        "Loss of one MuZero update: 3 heads, 6 steps, 601 bins, 18 actions, fp32\n"
-        f"{machine['cpu']}, {machine['threads']} threads, PyTorch {machine['torch']}",
-        fontsize=10,
-    )
+    figure.tight_layout()
     save(figure, "loss")
 
 
+SEEDS = [{"color": "#1f5f8b", "linestyle": "-"}, {"color": "#b2522f", "linestyle": "--"}]  # also apart without colour
 MARKS = "Dx"  # markers of the two results of an evaluation
 
 
@@ -87,25 +86,28 @@ def draw_learning(results: str, playing: str, picture: str) -> None:
     """Returns during training by steps of the game, and the evaluation at the end, for each game and seed."""
     rows = json.loads((RESULTS / f"{results}.json").read_text())["rows"]
     titles = list(dict.fromkeys(row["title"] for row in rows))
-    figure, panels = plt.subplots(1, len(titles), figsize=(max(4.2 * len(titles), 6), 3.8), squeeze=False)
-    for axis, title in zip(panels[0], titles, strict=True):
+    figure, panels = plt.subplots(len(titles), 1, figsize=(4.6, 0.6 + 2.3 * len(titles)), squeeze=False)
+    for axis, title in zip(panels[:, 0], titles, strict=True):
         own = [row for row in rows if row["title"] == title]
-        for run, color in zip(own, COLORS.values(), strict=False):
+        for run, style in zip(own, SEEDS, strict=True):
             steps, means, lows, highs = zip(*(point.values() for point in run["curve"]), strict=True)
-            axis.fill_between(steps, lows, highs, color=color, alpha=0.15, linewidth=0)
-            axis.plot(steps, means, color=color, label=f"{playing}, seed {run['seed']}")
+            axis.fill_between(steps, lows, highs, color=style["color"], alpha=0.12, linewidth=0)
+            axis.plot(steps, means, **style)
             for found, mark in zip(run["evaluation"].values(), MARKS, strict=True):
-                axis.plot(run["environment_steps"], found["mean"], mark, color=color, clip_on=False, zorder=3)
-        for player, mark in zip(own[0]["evaluation"], MARKS, strict=True):
-            axis.plot([], [], mark, color="0.4", label=f"evaluation, {player}")
-        ylabel = "return" if own[0]["players"] == 1 else "return of the first player"
-        axis.set(title=title, xlabel="steps of the game", ylabel=ylabel)
+                axis.plot(run["environment_steps"], found["mean"], mark, color=style["color"], clip_on=False, zorder=3)
+        axis.set(title=title, ylabel="return" if own[0]["players"] == 1 else "return, first player")
         axis.set_xlim(left=0)
         axis.xaxis.set_major_formatter("{x:,.0f}")
-        axis.locator_params(axis="x", nbins=5)
+        axis.locator_params(axis="x", nbins=4)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.26))
+    panels[-1, 0].set_xlabel("steps of the game")
+    # One legend for all games.
+    lines = [Line2D([], [], **style, label=f"{playing}, seed {seed}") for seed, style in enumerate(SEEDS)]
+    names = ("the agent at the end", "compared with")
+    points = [Line2D([], [], color="0.4", linestyle="", marker=m, label=n) for m, n in zip(MARKS, names, strict=True)]
+    figure.legend(handles=[*lines, *points], loc="upper center", ncols=2, frameon=False, fontsize=9)
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.55 / figure.get_figheight()))
     save(figure, picture)
 
 

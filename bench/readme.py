@@ -188,13 +188,13 @@ def flow_table() -> str:
         lines = [
             [
                 f"`{name}`",
-                f"{1e3 * forward[name]['median_ms']:.2f}" if name in forward else "",
-                *(f"{1e3 * found[name]['median_ms']:.1f}" for found in sizes.values()),
+                significant(1e3 * forward[name]["median_ms"]) if name in forward else "",
+                *(significant(1e3 * found[name]["median_ms"]) for found in sizes.values()),
                 f"{sizes[last][name]['peak_mb']:.0f}",
             ]
             for name in sizes[first]
         ]
-        header = ["µs", f"forward, {first}", *(f"fwd+bwd, {size}" for size in sizes), f"peak MB, {last}"]
+        header = ["forward + backward, µs", f"{first}, forward", *sizes, f"peak MB, {last}"]
         blocks.append(table(header, lines))
     return "\n\n".join([*blocks, machine])
 
@@ -246,57 +246,58 @@ def actors_table() -> str:
 
 
 def curves_table(name: str) -> str:
-    """What an example has learned at the end of each run."""
+    """What an example has learned at the end of each run, the agent's own result first."""
     data = json.loads((RESULTS / f"{name}.json").read_text())
     lines = []
     for row in data["rows"]:
-        results = [
-            f"{found['mean']:.4g} in {found['episodes']} episodes ({player})"
-            for player, found in row["evaluation"].items()
-        ]
+        agent, other = row["evaluation"].values()
+        compared = f"{other['mean']:.4g} ({'random play' if row['players'] == 1 else 'second player'})"
         counts = [f"{row[name]:,}" for name in ("environment_steps", "learner_steps", "processor_s")]
-        end = "solved" if row["solved"] else "steps or time"
-        lines.append([f"{row['title']}, seed {row['seed']}", end, *counts, "; ".join(results)])
-    measured = f"{described(data['machine'])}; one run for each row (`bench/results/{name}.json`)."
-    header = ["game", "ended by", "steps of the game", "learner steps", "processor, s", "mean return of the evaluation"]
+        run = f"{row['title']}, seed {row['seed']}" + (", solved" if row["solved"] else "")
+        lines.append([run, f"{agent['mean']:.4g}", compared, *counts])
+    header = ["game", "mean return", "compared with", "steps of the game", "learner steps", "processor, s"]
+    games = {row["title"]: next(iter(row["evaluation"].values()))["episodes"] for row in data["rows"]}
+    episodes = ", ".join(f"{title} {number}" for title, number in games.items())
+    measured = (
+        f"Mean returns of the evaluation, in episodes: {episodes}. {described(data['machine'])}; one run for each row "
+        f"(`bench/results/{name}.json`)."
+    )
     return table(header, lines) + "\n\n" + measured
 
 
 def matrix_table() -> str:
+    """By context, the ways of changing a gradient that raise, and the ones that are wrong without an error."""
     everything = json.loads((RESULTS / "matrix.json").read_text())
     names = list(dict.fromkeys(name for verdicts in everything.values() for name in verdicts))
     contexts = list(next(iter(everything.values()))[names[0]])
-    words = {"right": "right", "error": "raises", "wrong": "**wrong**"}
 
-    def cell(name: str, context: str) -> str:
-        judged = {version: verdicts[name] for version, verdicts in everything.items() if name in verdicts}
-        by_version = {version: words[row[context]] for version, row in judged.items() if context in row}
-        found = list(dict.fromkeys(by_version.values()))
-        if len(found) <= 1:
-            return "".join(found)
-        return ", ".join(f"{word} ({' '.join(v for v, w in by_version.items() if w == word)})" for word in found)
+    def found(context: str, verdict: str) -> str:
+        """Names with this verdict, and the versions of PyTorch unless all of them agree."""
+        cells = []
+        for name in names:
+            judged = {version: row[name].get(context) for version, row in everything.items() if name in row}
+            versions = [version for version, judgement in judged.items() if judgement == verdict]
+            if versions:
+                cells.append(f"`{name}`" + (f" ({' '.join(versions)})" if len(versions) < len(judged) else ""))
+        return ", ".join(cells)
 
-    lines = [[context, *(cell(name, context) for name in names)] for context in contexts]
-    header = ["", *(f"`{name}`" for name in names)]
+    rows = {context: [found(context, "error"), found(context, "wrong")] for context in contexts}
+    lines = [[context, *cells] for context, cells in rows.items() if any(cells)]
+    right = ", ".join(context for context, cells in rows.items() if not any(cells))
     versions = ", ".join(everything)
     later = [name for name in names if any(name not in verdicts for verdicts in everything.values())]
     if later:
         judged = ", ".join(version for version, verdicts in everything.items() if later[0] in verdicts)
         versions += f", for {', '.join(f'`{name}`' for name in later)} {judged}"
-    return table(header, lines) + f"\n\nPyTorch {versions}, CPU (`bench/results/matrix.json`)."
+    caption = f"All are right in these contexts: {right}. PyTorch {versions}, CPU (`bench/results/matrix.json`)."
+    return table(["context", "raises", "wrong"], lines) + "\n\n" + caption
 
 
-#: The contestants of bench/gpu.py, in the words of the tables.
+#: Contestants of bench/gpu.py by column: the fastest of the names that were measured, and its time in a CUDA graph.
 GPU_COLUMNS = {
-    "fused": "fused",
-    "fused, CUDA graph": "fused, CUDA graph",
-    "torch.compile": "torch.compile",
-    "torch.compile reduce-overhead": "reduce-overhead",
-    "torch.compile max-autotune": "max-autotune",
-    "torch.compile, CUDA graph": "torch.compile, CUDA graph",
-    "eager": "eager",
-    "eager, CUDA graph": "eager, CUDA graph",
-    "device copy": "copy of the bytes",
+    "fused": ("fused",),
+    "torch.compile": ("torch.compile", "torch.compile reduce-overhead", "torch.compile max-autotune"),
+    "eager": ("eager",),
 }
 
 
@@ -311,17 +312,21 @@ def gpu_table(is_wanted: Callable[[dict[str, Any]], bool]) -> str:
             if row["group"] == "loss" and is_wanted(row):
                 case = cases.setdefault((row["size"], row["dtype"], row["pass"]), {})
                 case.setdefault(row["contestant"], row["median_ms"])
-        columns = [name for name in GPU_COLUMNS if any(name in case for case in cases.values())]
-        lines = [
-            [", ".join(what), *(significant(case[name]) if name in case else "" for name in columns)]
-            for what, case in cases.items()
-        ]
+        lines = []
+        for what, case in cases.items():
+            times = []
+            for column, names in GPU_COLUMNS.items():
+                call = min((case[name] for name in names if name in case), default=None)
+                pair = (call, case.get(f"{column}, CUDA graph"))
+                times.append("" if pair == (None, None) else " / ".join(significant(t) if t else "–" for t in pair))
+            lines.append([", ".join(what), *times, significant(case["device copy"])])
         machine = data["machine"]
         measured = (
             f"{machine['gpu']}, PyTorch {machine['torch']}, gradscale_ext {machine['gradscale_ext']}; medians of one "
-            f"run, timed alternately (`bench/results/{path.name}`)."
+            f"run, timed alternately; `torch.compile` in its fastest measured mode (`bench/results/{path.name}`)."
         )
-        blocks.append(table(["loss, ms", *(GPU_COLUMNS[name] for name in columns)], lines) + "\n\n" + measured)
+        header = ["call / CUDA graph, ms", *GPU_COLUMNS, "copy of the bytes"]
+        blocks.append(table(header, lines) + "\n\n" + measured)
     return "\n\n".join(blocks)
 
 

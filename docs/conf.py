@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import gradscale_ext
+
+sys.path.insert(0, str(Path(__file__).parent))
+import write_api
 
 project = "gradscale_ext"
 copyright = "the authors of gradscale_ext, Apache License 2.0"
@@ -37,3 +42,13 @@ html_css_files = ["site.css"]
 html_search_scorer = str(Path(__file__).with_name("scorer.js"))
 html_copy_source = False
 html_show_sphinx = False
+
+
+def setup(app: Any) -> None:
+    app.connect("source-read", add_index)
+
+
+def add_index(app: Any, page: str, source: list[str]) -> None:
+    """The page on the API begins with a table of its names."""
+    if page == "api":
+        source[0] = source[0].replace("<!-- index -->", write_api.index_of_site())

@@ -2,6 +2,8 @@
 
 python docs/draw.py            # all of them
 python docs/draw.py matrix     # one
+
+Pictures are at most 4.6 inches wide, so that a phone shows all of it, with words that can be read.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def arrow(axes: Axes, begin: tuple[float, float], end: tuple[float, float], text
         x, y = (begin[0] + end[0]) / 2, (begin[1] + end[1]) / 2
         is_level = abs(begin[1] - end[1]) < abs(begin[0] - end[0])
         place = {"ha": "center", "va": "bottom"} if is_level else {"ha": "left", "va": "center"}
-        axes.text(x + (0 if is_level else 0.07), y + (0.05 if is_level else 0), text, color=color, fontsize=9, **place)
+        axes.text(x + (0 if is_level else 0.1), y + (0.05 if is_level else 0), text, color=color, fontsize=9, **place)
 
 
 def empty(axes: Axes, width: float, height: float) -> None:
@@ -76,28 +78,28 @@ def root_gradients(steps: int, hidden_scale: float, step_gradient_scale: str | N
 
 
 def unroll() -> Figure:
-    """The unrolled network, with the factors of the gradient on its way back, and the gradient at the root."""
+    """The unrolled network, a step in each row, with the factors of the gradient on its way back to the observation."""
     steps = 3
     scale = inspect.signature(gs.unroll).parameters["hidden_scale"].default
     arriving = root_gradients(steps, scale, "unroll")
-    figure, axes = plt.subplots(figsize=(8.4, 4.0))
-    empty(axes, 9.0, 4.2)
-    places = [1.0 + 2.3 * k for k in range(steps + 1)]
-    for k, x in enumerate(places):
-        box(axes, x, 1.7, f"state $s_{k}$", 1.1)
-        box(axes, x, 2.9, f"heads, step {k}", 1.3, GREEN)
-        box(axes, x, 3.9, f"loss {k}", 0.9, GOLD, 0.4)
-        arrow(axes, (x, 2.62), (x, 1.98), color=RED)
-        arrow(axes, (x, 3.67), (x, 3.18), "1" if k == 0 else "1/K", color=RED)
+    figure, axes = plt.subplots(figsize=(4.6, 4.2))
+    empty(axes, 6.2, 5.4)
+    state, heads, loss, sums = 1.35, 3.15, 4.85, 5.85
+    box(axes, state, 5.1, "observation", 1.4, GREY)
+    axes.text(sums, 4.7, "arrives\nat $s_0$", fontsize=9, ha="center", va="center")
+    for k, arrived in enumerate(arriving):
+        y = 4.0 - 1.15 * k
+        box(axes, state, y, f"state $s_{k}$", 1.2)
+        box(axes, heads, y, f"heads, step {k}", 1.6, GREEN)
+        box(axes, loss, y, f"loss {k}", 0.85, GOLD)
+        arrow(axes, (loss - 0.43, y), (heads + 0.81, y), "1" if k == 0 else "1/K", color=RED)
+        arrow(axes, (heads - 0.81, y), (state + 0.61, y), color=RED)
+        axes.text(sums, y, f"{arrived:.3g}", fontsize=9, ha="center", va="center")
+        # The factor is for the way from the state of a recurrent step back to the previous state.
+        factor = f"{scale:g}" if k > 1 else ""
+        arrow(axes, (state, y + 0.27), (state, y + (0.82 if k == 0 else 0.88)), factor, color=RED)
         if k > 0:
-            arrow(axes, (x - 0.58, 1.7), (places[k - 1] + 0.58, 1.7), "", color=RED)
-            axes.text((x + places[k - 1]) / 2, 1.6, "dynamics", ha="center", va="top", fontsize=8, color=GREY)
-            if k > 1:  # from the state of a recurrent step back to the previous state
-                axes.text((x + places[k - 1]) / 2, 1.77, f"{scale:g}", color=RED, fontsize=9, ha="center", va="bottom")
-    box(axes, places[0], 0.5, "observation", 1.1, GREY)
-    arrow(axes, (places[0], 1.42), (places[0], 0.78), color=RED)
-    text = "arriving at $s_0$ from the loss of each step (K = 3):  " + ",  ".join(f"{g:.3g}" for g in arriving)
-    axes.text(places[0] + 0.9, 0.5, text, fontsize=9, va="center")
+            axes.text(state - 0.1, y + 0.57, "dynamics", ha="right", va="center", fontsize=8, color=GREY)
     return figure
 
 
@@ -107,9 +109,9 @@ def hidden_norms() -> Figure:
     ways = {
         "as it is": (1.0, None),
         "hidden_scale=0.5": (0.5, None),
-        'hidden_scale=0.5, step_gradient_scale="unroll"': (0.5, "unroll"),
+        'hidden_scale=0.5,\nstep_gradient_scale="unroll"': (0.5, "unroll"),
     }
-    figure, axes = plt.subplots(figsize=(7.2, 3.6))
+    figure, axes = plt.subplots(figsize=(4.6, 3.4))
     for (name, (hidden_scale, step_gradient_scale)), color in zip(ways.items(), (RED, GOLD, BLUE), strict=True):
         torch.manual_seed(0)
         cell, head = torch.nn.LSTMCell(size, size), torch.nn.Linear(size, 1)
@@ -140,28 +142,28 @@ def hidden_norms() -> Figure:
 
 def spaces() -> Figure:
     """The transforms, and the value that a head decodes after learning a mixture of two returns, in either space."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.4))
+    figure, (upper, lower) = plt.subplots(2, 1, figsize=(4.6, 5.6))
     x = torch.linspace(-100, 100, 401, dtype=torch.float64)
-    left.plot(x, gs.signed_hyperbolic(x), color=BLUE, label="signed_hyperbolic")
-    left.plot(x, gs.symlog(x), color=GOLD, label="symlog")
-    left.set(xlabel="raw value", ylabel="transformed value", title="transforms")
-    left.grid(alpha=0.3)
-    left.legend(frameon=False, fontsize=8)
+    upper.plot(x, gs.signed_hyperbolic(x), color=BLUE, label="signed_hyperbolic")
+    upper.plot(x, gs.symlog(x), color=GOLD, label="symlog")
+    upper.set(xlabel="raw value", ylabel="transformed value", title="transforms")
+    upper.grid(alpha=0.3)
+    upper.legend(frameon=False, fontsize=8)
     low, high, share = 0.0, 100.0, torch.linspace(0, 1, 21, dtype=torch.float64)
     for space, color in (("transformed", RED), ("raw", BLUE)):
         support = gs.Support(-300, 300, 601, space=space)
         ends = support.two_hot(torch.tensor([low, high], dtype=torch.float64))
         distribution = (1 - share)[:, None] * ends[0] + share[:, None] * ends[1]
         decoded = support.decode(distribution.log())
-        right.plot(share, decoded, color=color, marker="o", markersize=3, label=f'space="{space}"')
-    right.plot(share, low + share * (high - low), color=GREY, linestyle="--", linewidth=1, label="true mean")
-    right.set(
+        lower.plot(share, decoded, color=color, marker="o", markersize=3, label=f'space="{space}"')
+    lower.plot(share, low + share * (high - low), color=GREY, linestyle="--", linewidth=1, label="true mean")
+    lower.set(
         xlabel=f"share of returns of {high:g}, the others {low:g}",
         ylabel="decoded value",
         title="expectation of a mixture",
     )
-    right.grid(alpha=0.3)
-    right.legend(frameon=False, fontsize=8)
+    lower.grid(alpha=0.3)
+    lower.legend(frameon=False, fontsize=8)
     figure.tight_layout()
     return figure
 
@@ -171,7 +173,7 @@ def clipping() -> Figure:
     torch.manual_seed(0)
     gradient = torch.randn(12, 8) * 0.2
     gradient[4] *= 20
-    figure, panels = plt.subplots(1, 3, figsize=(8.4, 2.9), sharey=True)
+    figure, panels = plt.subplots(3, 1, figsize=(4.6, 5), sharex=True, sharey=True)
     titles = ["incoming gradient", "clip_gradient_norm(x, 1.0)", "clip_gradient_norm(x, 1.0, batch_dims=1)"]
     for axes, title, batch_dims in zip(panels, titles, (None, 0, 1), strict=True):
         x = torch.zeros(12, 8, requires_grad=True)
@@ -180,90 +182,103 @@ def clipping() -> Figure:
         norms = x.grad.norm(dim=1).tolist()
         axes.bar(range(12), norms, color=[RED if sample == 4 else BLUE for sample in range(12)])
         axes.axhline(1.0, color=GREY, linestyle="--", linewidth=1)
-        axes.set(yscale="log", xlabel="sample")
-        axes.set_title(title, fontsize=8.5)
-    panels[0].set_ylabel("gradient norm")
+        axes.set(yscale="log", ylabel="gradient norm")
+        axes.set_title(title, fontsize=9)
+    panels[-1].set_xlabel("sample")
     figure.tight_layout()
     return figure
 
 
 def kernel_or_reference() -> Figure:
     """The path that a call of the loss takes."""
-    figure, axes = plt.subplots(figsize=(8.4, 3.7))
-    empty(axes, 9.0, 4.0)
+    figure, axes = plt.subplots(figsize=(4.6, 4.0))
+    empty(axes, 5.6, 4.9)
     questions = [
         'impl="reference"?',
-        "wrapper subclasses, torch.func\ntransforms or forward mode?",
-        "another device\nthan CPU and CUDA?",
+        "wrapper subclasses,\ntorch.func transforms\nor forward mode?",
+        "another device than\nCPU and CUDA?",
         "torch.compile or\ntorch.export tracing?",
+        "no: the fused kernel",
     ]
-    for row, question in enumerate(questions):
-        y = 3.55 - 0.95 * row
-        box(axes, 2.1, y, question, 3.2, GREY, 0.62)
-        arrow(axes, (3.75, y), (5.35, y), "yes")
-        if row < len(questions) - 1:
-            arrow(axes, (2.1, y - 0.34), (2.1, y - 0.61), "no")
-    box(axes, 7.1, 3.075, "gradscale_ext.reference:\nthe same formulas in plain PyTorch", 3.4, GOLD, 1.57)
-    box(axes, 7.1, 1.65, "gradscale_ext.reference,\ncompiled by torch.compile", 3.4, GOLD, 0.62)
-    box(axes, 7.1, 0.7, "one operator in the graph,\nwhose kernel runs with it", 3.4, GREEN, 0.62)
-    arrow(axes, (2.1, 0.36), (2.1, 0.14), "")
-    axes.text(2.3, 0.1, "no: the fused kernel, at once", fontsize=9, va="center", color=BLUE)
+    places = [4.5 - 1.0 * row for row in range(len(questions))]
+    for y, question in zip(places, questions, strict=True):
+        is_last = y == places[-1]
+        box(axes, 1.35, y, question, 2.4, GREEN if is_last else GREY, 0.5 if is_last else 0.7)
+        if not is_last:
+            arrow(axes, (2.58, y), (3.28, y), "yes")
+            arrow(axes, (1.35, y - 0.37), (1.35, y - 0.63 - 0.1 * (y == places[-2])), "no" if y != places[-2] else "")
+    box(axes, 4.4, 4.0, "the reference,\nin plain PyTorch", 2.2, GOLD, 1.7)
+    box(axes, 4.4, places[2], "the reference,\ncompiled", 2.2, GOLD, 0.7)
+    box(axes, 4.4, places[3], "one operator\nin the graph", 2.2, GREEN, 0.7)
     return figure
+
+
+# ---- Which value belongs where --------------------------------------------------------------------------------------
+
+
+class Timeline:
+    """Transitions from above to below: states, what ends them, their flags and what each bootstraps from."""
+
+    def __init__(self, title: str, columns: tuple[str, str]) -> None:
+        self.figure, self.axes = plt.subplots(figsize=(4.6, 5.2))
+        empty(self.axes, 5.9, 7.0)
+        self.axes.text(0.1, 6.75, title, fontsize=9.5, fontweight="bold", va="center")
+        for x, column in zip((3.95, 5.3), columns, strict=True):
+            self.axes.text(x, 6.3, column, fontsize=8, ha="center", va="center", family="monospace")
+
+    def y(self, t: float) -> float:
+        return 5.9 - 0.92 * t
+
+    def state(self, t: int, name: str, color: str) -> None:
+        box(self.axes, 0.6, self.y(t), name, 0.7, color, 0.42)
+
+    def step(self, t: int, text: str, **options: Any) -> None:
+        arrow(self.axes, (0.6, self.y(t) - 0.23), (0.6, self.y(t + 1) + 0.23), text, **options)
+
+    def cells(self, t: int, flag: str, bootstrap: str, color: str = "black") -> None:
+        for x, text in ((3.95, flag), (5.3, bootstrap)):
+            self.axes.text(x, self.y(t + 0.5), text, fontsize=9, ha="center", va="center", color=color)
 
 
 def which_value() -> Figure:
-    """Transitions with a termination and a truncation, by the environment's reset mode: where each value is stored."""
-    figure, axes = plt.subplots(figsize=(8.4, 5.6))
-    empty(axes, 10.2, 6.8)
-    places = [1.9 + 1.25 * t for t in range(7)]
-
-    def title(y: float, text: str) -> None:
-        axes.text(0.1, y, text, fontsize=9.5, fontweight="bold", va="center")
-
-    def row(y: float, name: str, cells: list[str], colors: dict[int, str]) -> None:
-        axes.text(0.1, y, name, fontsize=8.5, va="center", family="monospace")
-        for t, cell in enumerate(cells):
-            x = (places[t] + places[t + 1]) / 2
-            axes.text(x, y, cell, fontsize=9, ha="center", va="center", color=colors.get(t, "black"))
-
-    def step(t: int, y: float, reward: str) -> None:
-        arrow(axes, (places[t] + 0.3, y), (places[t + 1] - 0.3, y), reward)
-
-    title(6.55, "The final observation is returned on the side: final_obs (SAME_STEP autoreset)")
-    y, ends = 5.0, {2: ("$s'_2$: worth 0", RED), 4: ("$s'_4$: final_obs", GREEN)}
-    for t, color in enumerate((BLUE, BLUE, BLUE, GOLD, GOLD, GREY, GREY)):
-        box(axes, places[t], y, f"$s_{t}$" if t < 6 else "$s'_5$", 0.52, color, 0.42)
-        if t in ends:
-            text, end_color = ends[t]
-            box(axes, places[t] + 0.75, y + 0.95, text, 1.45, end_color, 0.42)
-            arrow(axes, (places[t] + 0.1, y + 0.25), (places[t] + 0.45, y + 0.7), color=end_color)
-            axes.text(places[t] + 0.1, y + 0.52, f"$r_{t}$", ha="right", va="center", fontsize=9, color=end_color)
-            arrow(axes, (places[t + 1] - 0.2, y + 0.7), (places[t + 1], y + 0.27), color=GREY, linestyle=":")
-            axes.text(places[t + 1] + 0.02, y + 0.52, "reset", ha="left", va="center", fontsize=9, color=GREY)
-        elif t < 6:
-            step(t, y, f"$r_{t}$")
+    """Transitions with a termination and a truncation whose final observations are returned on the side."""
+    line = Timeline("The final observation is on the side", ("flag", "next_values"))
     colors = {2: RED, 4: GREEN}
-    row(4.3, "terminated", ["", "", "True", "", "", ""], colors)
-    row(3.95, "truncated", ["", "", "", "", "True", ""], colors)
+    ends = {2: "$s'_2$: worth 0", 4: "$s'_4$: final_obs"}
+    flags = {2: "terminated", 4: "truncated"}
     bootstraps = ["$V(s_1)$", "$V(s_2)$", "not read", "$V(s_4)$", "$V(s'_4)$", "$V(s'_5)$"]
-    row(3.6, "next_values", bootstraps, colors)
-    axes.text(places[6] - 0.3, 4.3, "the window ends", fontsize=8, ha="center", va="center", color=GREY)
-
-    title(2.75, "The final observation is one of the T + 1: the next step resets (NEXT_STEP autoreset)")
-    y = 2.0
-    names = ("$s_0$", "$s_1$", "$s_2$", "$s'_2$", "$s_4$", "$s_5$", "$s_6$")
-    for t, (name, color) in enumerate(zip(names, (BLUE, BLUE, BLUE, GREEN, GOLD, GOLD, GOLD), strict=True)):
-        box(axes, places[t], y, name, 0.52, color, 0.42)
-        if t == 3:
-            arrow(axes, (places[t] + 0.3, y), (places[t + 1] - 0.3, y), "reset", color=GREY, linestyle=":")
+    for t, color in enumerate((BLUE, BLUE, BLUE, GOLD, GOLD, GREY, GREY)):
+        line.state(t, f"$s_{t}$" if t < 6 else "$s'_5$", color)
+        if t in ends:
+            y, end = line.y(t + 0.5), colors[t]
+            box(line.axes, 2.3, y, ends[t], 1.5, end, 0.42)
+            arrow(line.axes, (0.97, line.y(t) - 0.1), (1.52, y + 0.05), color=end)
+            line.axes.text(1.35, line.y(t) - 0.12, f"$r_{t}$", ha="left", va="center", fontsize=9, color=end)
+            line.step(t, "reset", color=GREY, linestyle=":")
         elif t < 6:
-            step(t, y, f"$r_{t}$")
-    row(1.3, "mask", ["", "", "", "False", "", ""], {3: RED})
+            line.step(t, f"$r_{t}$")
+        if t < 6:
+            line.cells(t, flags.get(t, ""), bootstraps[t], colors.get(t, "black"))
+    line.axes.text(1.1, line.y(6), "the window ends", fontsize=8, va="center", color=GREY)
+    return line.figure
+
+
+def which_value_next_step() -> Figure:
+    """A truncation whose final observation is one of the T + 1, where the next step resets."""
+    line = Timeline("The final observation is one of the T + 1", ("mask", "values[:, 1:]"))
+    names = ("$s_0$", "$s_1$", "$s_2$", "$s'_2$", "$s_4$", "$s_5$", "$s_6$")
     read = ["$V(s_1)$", "$V(s_2)$", "$V(s'_2)$", "–", "$V(s_5)$", "$V(s_6)$"]
-    row(0.95, "values[:, 1:]", read, {2: GREEN, 3: GREY})
-    note = "No truncated here: the transition before a masked one bootstraps from the final observation."
-    axes.text(0.1, 0.45, note, fontsize=8.5, va="center")
-    return figure
+    for t, (name, color) in enumerate(zip(names, (BLUE, BLUE, BLUE, GREEN, GOLD, GOLD, GOLD), strict=True)):
+        line.state(t, name, color)
+        if t == 3:
+            line.step(t, "reset", color=GREY, linestyle=":")
+        elif t < 6:
+            line.step(t, f"$r_{t}$")
+        if t < 6:
+            line.cells(t, "False" if t == 3 else "", read[t], {2: GREEN, 3: RED}.get(t, "black"))
+    line.axes.text(1.1, line.y(3), "the final observation", fontsize=8, va="center", color=GREEN)
+    line.axes.text(1.1, line.y(6), "the window ends", fontsize=8, va="center", color=GREY)
+    return line.figure
 
 
 # ---- Benchmarks -----------------------------------------------------------------------------------------------------
@@ -283,11 +298,11 @@ def matrix() -> Figure:
         ]
         for context in contexts
     ]
-    figure, axes = plt.subplots(figsize=(9.6, 7.4))
+    figure, axes = plt.subplots(figsize=(4.6, 6.4))
     colors = matplotlib.colors.ListedColormap(["#cfe3d4", "#efe2b0", "#c8532f"])
     colors.set_under("white")
     axes.imshow(worst, cmap=colors, vmin=0, vmax=2, aspect="auto", interpolation="nearest")
-    axes.set_xticks(range(len(names)), names, rotation=40, ha="left", fontsize=8)
+    axes.set_xticks(range(len(names)), names, rotation=90, ha="center", fontsize=8)
     axes.set_yticks(range(len(contexts)), contexts, fontsize=8)
     for row in range(1, len(contexts)):
         axes.axhline(row - 0.5, color="white", linewidth=1.2)
@@ -297,7 +312,7 @@ def matrix() -> Figure:
         for column, verdict in enumerate(verdicts):
             if verdict > 0:
                 axes.text(column, row, ("", "–", "×")[verdict], ha="center", va="center", fontsize=9)
-    axes.set_xlabel("pale: right      – : raises      × : silently wrong      white: does not apply", fontsize=9)
+    axes.set_xlabel("green: right   –: raises   ×: silently wrong   white: does not apply", fontsize=8, loc="right")
     axes.xaxis.tick_top()
     axes.tick_params(length=0)
     for spine in axes.spines.values():
@@ -311,37 +326,42 @@ def matrix() -> Figure:
 
 def house() -> Figure:
     """The folders of the package and of csrc/, from the public API down to the formulas."""
-    figure, axes = plt.subplots(figsize=(8.4, 4.6))
-    empty(axes, 9.0, 5.0)
+    figure, axes = plt.subplots(figsize=(4.6, 5.2))
+    empty(axes, 6.0, 6.8)
     rows = [
-        (4.7, [("flow.py", BLUE), ("loss/, heads.py, support.py", BLUE), ("returns.py", BLUE)]),
-        (4.15, [("statistics/", BLUE), ("monitor/", BLUE), ("diagnosis/", BLUE), ("capture/", BLUE)]),
-        (
-            3.4,
-            [("reference/: all of it in plain PyTorch", GOLD), ("_context.py: which context is this call in?", GREY)],
-        ),
-        (2.7, [("csrc/module.cpp: the Python module", GREY)]),
-        (1.8, [(f"csrc/{name}/", GREEN) for name in ("flow", "loss", "support", "statistics", "returns", "capture")]),
-        (1.1, [("csrc/torch/: autograd, contexts, the pool of gradients' memory", GREY)]),
-        (
-            0.4,
-            [
-                ("csrc/formulas/: for both", RED),
-                ("csrc/cpu/: lanes", GREY),
-                ("csrc/cuda/: lanes, launches", GREY),
-            ],
-        ),
+        (6.5, ["flow.py", "returns.py"], BLUE),
+        (5.95, ["loss/, heads.py, support.py"], BLUE),
+        (5.4, ["statistics/", "monitor/", "diagnosis/", "capture/"], BLUE),
+        (4.6, ["reference/: all of it in plain PyTorch"], GOLD),
+        (4.05, ["_context.py: the context of a call"], GREY),
+        (3.25, ["csrc/module.cpp: the Python module"], GREY),
+        (2.45, ["csrc/flow/", "csrc/loss/", "csrc/support/"], GREEN),
+        (1.9, ["csrc/statistics/", "csrc/returns/", "csrc/capture/"], GREEN),
+        (1.1, ["csrc/torch/: autograd, contexts, memory"], GREY),
+        (0.3, ["csrc/cpu/", "csrc/cuda/"], GREY),
+        (-0.25, ["csrc/formulas/: formulas for CPU and GPU"], RED),
     ]
-    for y, parts in rows:
-        width = 8.6 / len(parts)
-        for index, (text, color) in enumerate(parts):
-            box(axes, 0.2 + width * (index + 0.5), y, text, width - 0.1, color, 0.45)
+    axes.set_ylim(-0.6, 6.8)
+    for y, parts, color in rows:
+        width = 5.8 / len(parts)
+        for index, text in enumerate(parts):
+            box(axes, 0.1 + width * (index + 0.5), y, text, width - 0.1, color, 0.45)
     return figure
 
 
 DRAWINGS: dict[str, Callable[[], Figure]] = {
     drawing.__name__: drawing
-    for drawing in (unroll, hidden_norms, spaces, clipping, kernel_or_reference, which_value, matrix, house)
+    for drawing in (
+        unroll,
+        hidden_norms,
+        spaces,
+        clipping,
+        kernel_or_reference,
+        which_value,
+        which_value_next_step,
+        matrix,
+        house,
+    )
 }
 
 

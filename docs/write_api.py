@@ -122,7 +122,7 @@ def of_dataclass(node: ast.ClassDef) -> list[str]:
 # ---- docs/api.md -----------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(eq=False)
 class Entry:
     """A function or class, as named by a directive."""
 
@@ -136,6 +136,10 @@ class Entry:
     @property
     def module(self) -> str:
         return self.name.rpartition(".")[0] or modules()[self.name]
+
+    @property
+    def path(self) -> str:
+        return self.name if self.name != self.short else f"gradscale_ext.{self.name}"
 
     @property
     def node(self) -> Definition:
@@ -332,16 +336,30 @@ def index(found: list[Subject], links: dict[str, str]) -> str:
         if not subject.entries:
             blocks += [f"## {subject.title}", *subject.parts]
             continue
-        blocks.append(f"## [{subject.title}]({subject.file})")
-        rows = ["| name | | related names |", "| --- | --- | --- |"]
-        for entry in subject.entries:
-            paragraphs = [" ".join(paragraph.split()) for paragraph in documentation(entry.node).split("\n\n")]
-            related = [paragraph for paragraph in paragraphs if paragraph.startswith(RELATED)]
-            cells = [paragraphs[0], *(paragraph.removeprefix(RELATED) for paragraph in related), ""][:2]
-            texts = [inline(cell, {}).replace("|", r"\|") for cell in cells]
-            rows.append(f"| [`{entry.short}`]({links[entry.short]}) | {texts[0]} | {texts[1].rstrip('.')} |")
-        blocks.append("\n".join(rows))
+        named = {entry: f"[`{entry.short}`]({links[entry.short]})" for entry in subject.entries}
+        blocks += [f"## [{subject.title}]({subject.file})", one_liners(named)]
     return "\n\n".join(blocks) + "\n"
+
+
+def index_of_site() -> str:
+    """The table of one-liners for docs/api.md, whose names link to their places on this page."""
+    blocks = []
+    for subject in [subject for subject in subjects() if subject.entries]:
+        named = {entry: f"{{py:obj}}`{entry.short} <{entry.path}>`" for entry in subject.entries}
+        blocks += [f"**[{subject.title}](#{anchor(subject.title)})**", one_liners(named)]
+    return "\n\n".join(blocks)
+
+
+def one_liners(named: dict[Entry, str]) -> str:
+    """A table of entries: the link, the first paragraph of the docstring, and other words for the same."""
+    rows = ["| name | | related names |", "| --- | --- | --- |"]
+    for entry, link in named.items():
+        paragraphs = [" ".join(paragraph.split()) for paragraph in documentation(entry.node).split("\n\n")]
+        related = [paragraph for paragraph in paragraphs if paragraph.startswith(RELATED)]
+        cells = [paragraphs[0], *(paragraph.removeprefix(RELATED) for paragraph in related), ""][:2]
+        texts = [inline(cell, {}).replace("|", r"\|") for cell in cells]
+        rows.append(f"| {link} | {texts[0]} | {texts[1].rstrip('.')} |")
+    return "\n".join(rows)
 
 
 def pages() -> dict[Path, str]:
