@@ -351,14 +351,14 @@ def index_of_site() -> str:
 
 
 def one_liners(named: dict[Entry, str]) -> str:
-    """A table of entries: the link, the first paragraph of the docstring, and other words for the same."""
-    rows = ["| name | | related names |", "| --- | --- | --- |"]
+    """A table of entries: the link, then the first paragraph of the docstring and other words for the same."""
+    rows = ["| name | |", "| --- | --- |"]
     for entry, link in named.items():
         paragraphs = [" ".join(paragraph.split()) for paragraph in documentation(entry.node).split("\n\n")]
         related = [paragraph for paragraph in paragraphs if paragraph.startswith(RELATED)]
-        cells = [paragraphs[0], *(paragraph.removeprefix(RELATED) for paragraph in related), ""][:2]
-        texts = [inline(cell, {}).replace("|", r"\|") for cell in cells]
-        rows.append(f"| {link} | {texts[0]} | {texts[1].rstrip('.')} |")
+        text = " ".join([paragraphs[0], *related]).replace(RELATED, "Related: ")
+        escaped = inline(text, {}).replace("|", r"\|")
+        rows.append(f"| {link} | {escaped} |")
     return "\n".join(rows)
 
 

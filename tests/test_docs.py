@@ -31,7 +31,7 @@ def test_there_are_snippets():
 
 
 def code_of(page):
-    """Lines of code: fenced blocks, except shown output and directives of Sphinx, and blocks indented by four spaces."""
+    """Lines of fenced blocks, except shown output and directives of Sphinx, and of blocks indented by four spaces."""
     lines, fence = [], None
     for line in page.read_text().splitlines():
         if line.startswith("```"):
