@@ -153,9 +153,13 @@ def test_each_line_of_the_readme_runs():
             | {"policy": torch.rand(batch, steps, 4)},
         },
         "ppo": {
-            **{name: torch.randn(batch) for name in ("values", "log_probs", "advantages", "returns")},
             "logits": torch.randn(batch, 4),
-            "actions": torch.tensor([0, 3, 1]),
+            "values": torch.randn(batch),
+            "targets": {
+                "policy": {"actions": torch.tensor([0, 3, 1]), "advantages": torch.randn(batch)}
+                | {"log_probs": torch.randn(batch)},
+                "value": {"returns": torch.randn(batch)},
+            },
         },
     }
     for line in lines:
