@@ -63,7 +63,13 @@ def completed_q_policy(
     Related names: `qtransform_completed_by_mix_value` (mctx), improved policy, Gumbel MuZero targets.
 
     >>> prior_logits, q_values = torch.zeros(3), torch.tensor([1.0, 0.0, 9.0])
-    >>> completed_q_policy(prior_logits, q_values, torch.tensor([2, 1, 0]), torch.tensor(0.5), visit_offset=8.0)
+    >>> completed_q_policy(
+    ...     prior_logits,
+    ...     q_values,
+    ...     torch.tensor([2, 1, 0]),
+    ...     torch.tensor(0.5),
+    ...     visit_offset=8.0,
+    ... )
     tensor([0.5065, 0.1863, 0.3072])
     """
     given = {"prior_logits": prior_logits, "q_values": q_values, "visit_counts": visit_counts, "value": value}

@@ -148,7 +148,9 @@ def clip_gradient_norm(
     Related names: per-sample gradient clipping, clipping inside of the network.
 
     >>> x = torch.zeros(2, 2, requires_grad=True)
-    >>> clip_gradient_norm(x, 1.0, batch_dims=1).backward(torch.tensor([[3.0, 4.0], [0.3, 0.4]]))
+    >>> clip_gradient_norm(x, 1.0, batch_dims=1).backward(
+    ...     torch.tensor([[3.0, 4.0], [0.3, 0.4]])
+    ... )
     >>> x.grad
     tensor([[0.6000, 0.8000],
             [0.3000, 0.4000]])

@@ -147,7 +147,9 @@ class TwoHot(Head):
     >>> import gradscale_ext as gs, torch
     >>> head = gs.TwoHot(gs.Support(-2, 2, 5, transform="identity"))
     >>> logits, target = torch.zeros(1, 5, requires_grad=True), torch.tensor([0.25])
-    >>> loss = gs.multi_step_loss({"value": head}, {"value": [logits]}, {"value": [target]}).loss
+    >>> loss = gs.multi_step_loss(
+    ...     {"value": head}, {"value": [logits]}, {"value": [target]}
+    ... ).loss
     >>> loss.backward()
     >>> round(loss.item(), 4), logits.grad
     (1.6094, tensor([[ 0.2000,  0.2000, -0.5500, -0.0500,  0.2000]]))
@@ -193,7 +195,9 @@ class HLGauss(Head):
     >>> import gradscale_ext as gs, torch
     >>> head = gs.HLGauss(gs.Support(-1, 1, 3, transform="identity"), sigma_ratio=0.5)
     >>> logits, target = torch.zeros(1, 3, requires_grad=True), torch.tensor([0.0])
-    >>> loss = gs.multi_step_loss({"value": head}, {"value": [logits]}, {"value": [target]}).loss
+    >>> loss = gs.multi_step_loss(
+    ...     {"value": head}, {"value": [logits]}, {"value": [target]}
+    ... ).loss
     >>> loss.backward()
     >>> round(loss.item(), 4), logits.grad
     (1.0986, tensor([[ 0.1756, -0.3512,  0.1756]]))
@@ -242,9 +246,12 @@ class SoftCrossEntropy(Head):
     Related names: `CrossEntropyLoss` with probabilities, policy loss, KL divergence.
 
     >>> import gradscale_ext as gs, torch
-    >>> logits, target = torch.zeros(1, 2, requires_grad=True), torch.tensor([[0.75, 0.25]])
+    >>> logits = torch.zeros(1, 2, requires_grad=True)
+    >>> target = torch.tensor([[0.75, 0.25]])
     >>> heads = {"policy": gs.SoftCrossEntropy()}
-    >>> loss = gs.multi_step_loss(heads, {"policy": [logits]}, {"policy": [target]}).loss
+    >>> loss = gs.multi_step_loss(
+    ...     heads, {"policy": [logits]}, {"policy": [target]}
+    ... ).loss
     >>> loss.backward()
     >>> round(loss.item(), 4), logits.grad  # log 2, and p - t
     (0.6931, tensor([[-0.2500,  0.2500]]))
@@ -296,8 +303,11 @@ class MeanSquaredError(Head):
     Related names: MSE, `MSELoss`, squared error, latent consistency loss (TD-MPC2).
 
     >>> import gradscale_ext as gs, torch
-    >>> prediction, target = torch.tensor([[3.0, 1.0]], requires_grad=True), torch.tensor([[1.0, 1.0]])
-    >>> loss = gs.multi_step_loss({"x": gs.MeanSquaredError()}, {"x": [prediction]}, {"x": [target]}).loss
+    >>> prediction = torch.tensor([[3.0, 1.0]], requires_grad=True)
+    >>> target = torch.tensor([[1.0, 1.0]])
+    >>> loss = gs.multi_step_loss(
+    ...     {"x": gs.MeanSquaredError()}, {"x": [prediction]}, {"x": [target]}
+    ... ).loss
     >>> loss.backward()
     >>> loss.item(), prediction.grad  # (2^2 + 0^2) / 2, and 2 (x - t) / 2
     (2.0, tensor([[2., 0.]]))
@@ -332,11 +342,16 @@ class Huber(Head):
     Related names: `HuberLoss`; `SmoothL1Loss(beta=b)` is ``Huber(delta=b, weight=1 / b)``.
 
     >>> import gradscale_ext as gs, torch
-    >>> prediction, target = torch.tensor([[3.0, 1.5]], requires_grad=True), torch.tensor([[0.0, 1.0]])
-    >>> loss = gs.multi_step_loss({"q": gs.Huber()}, {"q": [prediction]}, {"q": [target]}).loss
+    >>> prediction = torch.tensor([[3.0, 1.5]], requires_grad=True)
+    >>> target = torch.tensor([[0.0, 1.0]])
+    >>> loss = gs.multi_step_loss(
+    ...     {"q": gs.Huber()}, {"q": [prediction]}, {"q": [target]}
+    ... ).loss
     >>> loss.backward()
-    >>> loss.item(), prediction.grad  # (3 - 1/2 + 0.5^2 / 2) / 2, and clamp(d, -1, 1) / 2
-    (1.3125, tensor([[0.5000, 0.2500]]))
+    >>> loss.item()  # (3 - 1/2 + 0.5^2 / 2) / 2
+    1.3125
+    >>> prediction.grad  # clamp(d, -1, 1) / 2
+    tensor([[0.5000, 0.2500]])
     """
 
     delta: float = 1.0
@@ -367,7 +382,9 @@ class BinaryCrossEntropy(Head):
 
     >>> import gradscale_ext as gs, torch
     >>> logits, target = torch.zeros(1, requires_grad=True), torch.ones(1)
-    >>> loss = gs.multi_step_loss({"end": gs.BinaryCrossEntropy()}, {"end": [logits]}, {"end": [target]}).loss
+    >>> loss = gs.multi_step_loss(
+    ...     {"end": gs.BinaryCrossEntropy()}, {"end": [logits]}, {"end": [target]}
+    ... ).loss
     >>> loss.backward()
     >>> round(loss.item(), 4), logits.grad  # log 2, and sigmoid(0) - t
     (0.6931, tensor([-0.5000]))
@@ -389,11 +406,18 @@ class NegativeCosine(Head):
     Related names: cosine similarity loss, consistency loss, SimSiam loss.
 
     >>> import gradscale_ext as gs, torch
-    >>> prediction, target = torch.tensor([[3.0, 4.0]], requires_grad=True), torch.tensor([[2.0, 0.0]])
-    >>> loss = gs.multi_step_loss({"latent": gs.NegativeCosine()}, {"latent": [prediction]}, {"latent": [target]}).loss
+    >>> prediction = torch.tensor([[3.0, 4.0]], requires_grad=True)
+    >>> target = torch.tensor([[2.0, 0.0]])
+    >>> loss = gs.multi_step_loss(
+    ...     {"latent": gs.NegativeCosine()},
+    ...     {"latent": [prediction]},
+    ...     {"latent": [target]},
+    ... ).loss
     >>> loss.backward()
-    >>> round(loss.item(), 4), prediction.grad  # -3/5, and (cos x/|x| - t/|t|) / |x| = (0.6 [0.6, 0.8] - [1, 0]) / 5
-    (-0.6, tensor([[-0.1280,  0.0960]]))
+    >>> round(loss.item(), 4)  # -3/5
+    -0.6
+    >>> prediction.grad  # (cos x/|x| - t/|t|) / |x| = (0.6 [0.6, 0.8] - [1, 0]) / 5
+    tensor([[-0.1280,  0.0960]])
     """
 
     eps: float = 1e-8
@@ -430,8 +454,11 @@ class QuantileHuber(Head):
     Related names: `quantile_huber_loss` (Stable-Baselines3-contrib), quantile regression loss.
 
     >>> import gradscale_ext as gs, torch
-    >>> quantiles, samples = torch.tensor([[0.0, 1.0]], requires_grad=True), torch.tensor([[3.0]])
-    >>> loss = gs.multi_step_loss({"q": gs.QuantileHuber()}, {"q": [quantiles]}, {"q": [samples]}).loss
+    >>> quantiles = torch.tensor([[0.0, 1.0]], requires_grad=True)
+    >>> samples = torch.tensor([[3.0]])
+    >>> loss = gs.multi_step_loss(
+    ...     {"q": gs.QuantileHuber()}, {"q": [quantiles]}, {"q": [samples]}
+    ... ).loss
     >>> loss.backward()
     >>> loss.item(), quantiles.grad  # 1/4 (3 - 1/2) + 3/4 (2 - 1/2), and minus tau
     (1.75, tensor([[-0.2500, -0.7500]]))
@@ -474,8 +501,11 @@ class CategoricalKL(Head):
     Related names: dynamics loss and representation loss, KL balancing, free bits.
 
     >>> import gradscale_ext as gs, torch
-    >>> prior, posterior = torch.zeros(1, 1, 2, requires_grad=True), torch.tensor([[[0.0, -torch.inf]]])
-    >>> loss = gs.multi_step_loss({"kl": gs.CategoricalKL(unimix=0)}, {"kl": [prior]}, {"kl": [posterior]}).loss
+    >>> prior = torch.zeros(1, 1, 2, requires_grad=True)
+    >>> posterior = torch.tensor([[[0.0, -torch.inf]]])
+    >>> loss = gs.multi_step_loss(
+    ...     {"kl": gs.CategoricalKL(unimix=0)}, {"kl": [prior]}, {"kl": [posterior]}
+    ... ).loss
     >>> loss.backward()
     >>> round(loss.item(), 4), prior.grad  # log 2, and q - p
     (0.6931, tensor([[[-0.5000,  0.5000]]]))
@@ -508,7 +538,9 @@ class PerStepLoss(Head):
 
     >>> import gradscale_ext as gs, torch
     >>> losses = torch.tensor([1.0, 3.0], requires_grad=True)
-    >>> loss = gs.multi_step_loss({"own": gs.PerStepLoss(weight=0.5)}, {"own": [losses]}, {}).loss
+    >>> loss = gs.multi_step_loss(
+    ...     {"own": gs.PerStepLoss(weight=0.5)}, {"own": [losses]}, {}
+    ... ).loss
     >>> loss.backward()
     >>> loss.item(), losses.grad  # half the mean
     (1.0, tensor([0.2500, 0.2500]))

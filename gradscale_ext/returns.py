@@ -138,10 +138,17 @@ def lambda_returns(
 
     Related names: TD(λ) targets, `td_lambda_return_estimate` (TorchRL), `lambda_return` (Dreamer).
 
-    >>> rewards, values = torch.tensor([[1.0, 1.0, 1.0]]), torch.tensor([[0.0, 0.0, 0.0, 8.0]])
+    >>> rewards = torch.tensor([[1.0, 1.0, 1.0]])
+    >>> values = torch.tensor([[0.0, 0.0, 0.0, 8.0]])
     >>> lambda_returns(rewards, values, discount=0.5, lambda_=1.0)
     tensor([[2.7500, 3.5000, 5.0000]])
-    >>> lambda_returns(rewards, values, discount=0.5, lambda_=1.0, terminated=torch.tensor([[False, True, False]]))
+    >>> lambda_returns(
+    ...     rewards,
+    ...     values,
+    ...     discount=0.5,
+    ...     lambda_=1.0,
+    ...     terminated=torch.tensor([[False, True, False]]),
+    ... )
     tensor([[1.5000, 1.0000, 5.0000]])
     """
     results = _results(
@@ -190,7 +197,8 @@ def n_step_returns(
 
     Related names: `n_step_bootstrapped_returns` (rlax), TD(n) targets, Monte Carlo returns if n is large.
 
-    >>> rewards, values = torch.tensor([[1.0, 1.0, 1.0]]), torch.tensor([[0.0, 0.0, 4.0, 8.0]])
+    >>> rewards = torch.tensor([[1.0, 1.0, 1.0]])
+    >>> values = torch.tensor([[0.0, 0.0, 4.0, 8.0]])
     >>> n_step_returns(rewards, values, discount=0.5, n=2)
     tensor([[2.5000, 3.5000, 5.0000]])
     """

@@ -257,7 +257,9 @@ class Support:
         From Bellemare et al. 2017, "A Distributional Perspective on Reinforcement Learning", algorithm 1.
 
         >>> support = Support(-1, 1, 3, "identity")
-        >>> support.project(torch.tensor([0.0, 0.5, 0.5]), torch.tensor(0.25), torch.tensor(0.5))
+        >>> support.project(
+        ...     torch.tensor([0.0, 0.5, 0.5]), torch.tensor(0.25), torch.tensor(0.5)
+        ... )
         tensor([0.0000, 0.5000, 0.5000])
         """
         projected = None

@@ -58,8 +58,13 @@ def unroll(
 
     >>> outputs = unroll(
     ...     lambda observation: ({"value": observation}, observation),
-    ...     lambda hidden, action: ({"value": hidden + action, "reward": action}, hidden + action),
-    ...     torch.zeros(2), torch.ones(2, 3))
+    ...     lambda hidden, action: (
+    ...         {"value": hidden + action, "reward": action},
+    ...         hidden + action,
+    ...     ),
+    ...     torch.zeros(2),
+    ...     torch.ones(2, 3),
+    ... )
     >>> [len(outputs["value"]), len(outputs["reward"])]
     [4, 3]
     """

@@ -71,7 +71,9 @@ def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: A
     ...     optimizer.zero_grad()
     ...     loss.backward()
     ...     optimizer.step()
-    >>> diagnosis = diagnose_capture(step, [torch.ones(4, 2), torch.zeros(4, 2)], model, optimizer)
+    >>> diagnosis = diagnose_capture(
+    ...     step, [torch.ones(4, 2), torch.zeros(4, 2)], model, optimizer
+    ... )
     >>> [(finding.code, finding.source) for finding in diagnosis.findings]
     [('stale_number', 'optimizer.step()')]
     """

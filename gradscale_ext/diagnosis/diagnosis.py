@@ -130,7 +130,10 @@ def diagnose_gradients(
     >>> model = Model()
     >>> with GradientTracer() as tracer:
     ...     loss = model(torch.ones(2, 4))
-    >>> [(finding.code, finding.parameter) for finding in diagnose_gradients(loss, model, tracer=tracer).findings]
+    >>> [
+    ...     (finding.code, finding.parameter)
+    ...     for finding in diagnose_gradients(loss, model, tracer=tracer).findings
+    ... ]
     [('detached', 'body.weight'), ('detached', 'body.bias')]
     """
     _check(loss, model, tracer)

@@ -215,7 +215,11 @@ def multi_step_loss(
 
     >>> heads = {"policy": SoftCrossEntropy()}
     >>> logits = torch.zeros(1, 4, requires_grad=True)
-    >>> out = multi_step_loss(heads, {"policy": [logits]}, {"policy": [torch.tensor([[1.0, 0.0, 0.0, 0.0]])]})
+    >>> out = multi_step_loss(
+    ...     heads,
+    ...     {"policy": [logits]},
+    ...     {"policy": [torch.tensor([[1.0, 0.0, 0.0, 0.0]])]},
+    ... )
     >>> out.loss.backward()
     >>> logits.grad
     tensor([[-0.7500,  0.2500,  0.2500,  0.2500]])
@@ -349,7 +353,10 @@ class MultiStepLoss(torch.nn.Module):
         **heads: name of each head to its dataclass.
 
     >>> loss_fn = MultiStepLoss(
-    ...     value=TwoHot(Support.muzero(), weight=0.25), reward=TwoHot(Support.muzero()), policy=SoftCrossEntropy())
+    ...     value=TwoHot(Support.muzero(), weight=0.25),
+    ...     reward=TwoHot(Support.muzero()),
+    ...     policy=SoftCrossEntropy(),
+    ... )
     >>> sorted(loss_fn.heads)
     ['policy', 'reward', 'value']
     """

@@ -57,7 +57,9 @@ def priorities(
     >>> expected, targets = torch.tensor([[1.0, 5.0]]), torch.tensor([[3.0, 5.0]])
     >>> priorities(expected, targets, eps=0.0)
     tensor([2.])
-    >>> priorities(expected, targets, steps="mean", eps=0.0, mask=torch.tensor([[True, False]]))
+    >>> priorities(
+    ...     expected, targets, steps="mean", eps=0.0, mask=torch.tensor([[True, False]])
+    ... )
     tensor([2.])
     """
     _numbers.check_flag("priorities: batch_first", batch_first)

@@ -52,7 +52,9 @@ def reduce_multi_step(
     Raises:
         ValueError, TypeError: as `multi_step_loss` does.
 
-    >>> reduce_multi_step(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), step_weights=[1.0, 0.5]).loss
+    >>> reduce_multi_step(
+    ...     torch.tensor([[1.0, 2.0], [3.0, 4.0]]), step_weights=[1.0, 0.5]
+    ... ).loss
     tensor(3.5000)
     """
     try:

@@ -255,7 +255,8 @@ def gradient_statistics(
     tensor  numel  norm  abs_max  mean  zeros  nans  infs
     ones    4      2     1        1     0      0     0
     total norm: 2
-    >>> found.histogram[0, found.bin_edges.tolist().index(0)].item()  # elements with 0 <= log2 |g| < 1
+    >>> first = found.bin_edges.tolist().index(0)
+    >>> found.histogram[0, first].item()  # elements with 0 <= log2 |g| < 1
     4
     """
     check_flag("gradient_statistics: histogram", histogram)
