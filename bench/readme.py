@@ -456,13 +456,14 @@ def recipes_differences_table() -> str:
 def ranks_table() -> str:
     """A learner step on several processes, part by part, and the messages it sends."""
     found = json.loads((RESULTS / "ranks.json").read_text())
-    parts = ["forward", "loss", "backward", "clip", "optimizer", "step"]
+    rows = found["measured"].values()
     lines = []
-    for processes, row in found["measured"].items():
-        times = (f"{row['milliseconds'][part]:.1f}" for part in parts)
-        sent = (f"{len(row['messages'][of])}: {sum(row['messages'][of]):,} B" for of in ("loss", "gradients", "clip"))
-        lines.append([processes, *times, *sent])
-    header = ["processes", *(f"{part}, ms" for part in parts), "loss sends", "gradients", "statistics"]
+    for part in ("forward", "loss", "backward", "clip", "optimizer", "step"):
+        lines.append([f"{part}, ms", *(f"{row['milliseconds'][part]:.1f}" for row in rows)])
+    for sent, name in (("loss", "the loss"), ("gradients", "gradients"), ("clip", "statistics")):
+        messages = (row["messages"][sent] for row in rows)
+        lines.append([f"messages of {name}", *(f"{len(sizes)}: {sum(sizes):,} B" for sizes in messages)])
+    header = ["processes", *found["measured"]]
     first, machine = found["measured"]["1"], found["machine"]
     complete = first["milliseconds"]["first bucket complete"] / first["milliseconds"]["backward"]
     caption = (
