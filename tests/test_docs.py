@@ -301,5 +301,14 @@ def test_pictures_are_small():
     assert {picture.name: picture.stat().st_size for picture in pictures if picture.stat().st_size > 100_000} == {}
 
 
+def test_pictures_fit_a_phone():
+    """At most 4.6 inches wide: in the 358 pixels of a phone, words of 9 points are then at least 9 pixels high."""
+    results = [ROOT / "bench" / "results" / f"{name}.svg" for name in ("loss", "learning", "learning_ppo")]
+    pictures = [*(ROOT / "docs" / "images").glob("*.svg"), *results]
+    widths = {path.name: float(re.search(r'width="([\d.]+)pt"', path.read_text())[1]) for path in pictures}
+    assert len(widths) >= 12
+    assert {name: width for name, width in widths.items() if width > 4.6 * 72} == {}
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 155
