@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import re
 import subprocess
@@ -33,11 +34,12 @@ def test_there_are_snippets():
 
 def code_of(page):
     """Lines of fenced blocks, and lines indented by four spaces, without output, signatures and Sphinx's directives."""
-    lines, fence = [], None
-    for line in page.read_text().splitlines():
+    lines, fence, is_indented = [], None, False
+    for before, line in itertools.pairwise(["", *page.read_text().splitlines()]):
+        is_indented = line.startswith("    ") and (is_indented or not before)
         if line.startswith("```"):
             fence = line if fence is None else None
-        elif fence is None and line.startswith("    "):
+        elif fence is None and is_indented:
             lines.append(line[4:])
         elif fence is not None and not re.match("```(text$|py$|{)", fence):
             lines += [line] * (fence != "```pycon" or line.startswith((">>>", "...")))
