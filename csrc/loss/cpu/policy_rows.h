@@ -424,12 +424,16 @@ template <class A>
 void write_sums(
     const Rows& rows, const RowBatch& row_batch, int64_t begin, int64_t count, const Columns<A>& gradients) {
   A* to = static_cast<A*>(rows.data) + row_batch.first / kLanes * rows.stride + begin;
-  A counts[kLanes];
+  A counts[kLanes], counted[kLanes];
   for (int64_t i = 0; i < kLanes; ++i) {
     counts[i] = row_batch.unmasked[i] ? A(1) : A(0);
   }
   for (int64_t j = 0; j < count; ++j) {
-    to[j] = total(product(load_lanes(counts), gradients.column(j)));
+#pragma omp simd
+    for (int64_t i = 0; i < kLanes; ++i) {
+      counted[i] = counts[i] == A(0) ? A(0) : gradients.at[j][i];
+    }
+    to[j] = total(load_lanes(counted));
   }
 }
 
