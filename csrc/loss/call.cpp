@@ -15,6 +15,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/accumulate.h>
 
+#include <cmath>
 #include <utility>
 
 namespace gradscale {
@@ -521,9 +522,16 @@ void Call::sum_scales(Tensors& sums, bool adds_norms) const {
     if (last.sums_gradient()) {
       sums[last.first].copy_(total);
     }
-    if (adds_norms) {
+    if (adds_norms && on_device) {
       at::Tensor norm = outputs.head_gradient_norms.select(0, static_cast<int64_t>(h));
       norm.copy_(at::hypot(norm, at::linalg_vector_norm(total)));
+    } else if (adds_norms) { // without the overhead of operators
+      const Rows numbers{const_cast<void*>(total.const_data_ptr()), 0, element_of(total)};
+      double norm = slab(outputs.head_gradient_norms, 1).load(static_cast<int64_t>(h));
+      for (int64_t j = 0; j < total.size(0); ++j) {
+        norm = std::hypot(norm, numbers.load(0, j));
+      }
+      slab(outputs.head_gradient_norms, 1).store(static_cast<int64_t>(h), norm);
     }
   }
 }
