@@ -255,15 +255,20 @@ bool factor_can_wait(A squares, A factor) {
 // The sum over j of (factor * value(load))^2 in double, where load(row) = row[j].
 template <class A, class Value>
 [[gnu::noinline]] double squares_in_double(int64_t width, double factor, const Value& value) {
-  double sum = 0;
+  double sums[kLanes] = {};
   each_vector<1>(0, width, 0, [&](int64_t j, auto lanes, auto) {
     A values[kLanes], ones[kLanes];
     store_lanes(values, value(LoadBlock<decltype(lanes)>{j, lanes}));
     store_lanes(ones, kept(lanes, Lanes<A>(A(1)), Lanes<A>(A(0))));
+#pragma omp simd
     for (int64_t i = 0; i < kLanes; ++i) {
-      sum += ones[i] != 0 ? squared(factor * static_cast<double>(values[i])) : 0;
+      sums[i] += ones[i] != 0 ? squared(factor * static_cast<double>(values[i])) : 0;
     }
   });
+  double sum = 0;
+  for (const double of_lane : sums) {
+    sum += of_lane;
+  }
   return sum;
 }
 

@@ -16,6 +16,15 @@ struct FieldOfRows {
   }
 };
 
+// Adds the square of a number of each row.
+template <class A>
+void add_squares(const A* values, double* squares) {
+#pragma omp simd
+  for (int64_t i = 0; i < kLanes; ++i) {
+    squares[i] += squared(values[i]);
+  }
+}
+
 // Stores the losses, entropies and log-probabilities of rows with this log pi(a), and returns their slopes.
 // `entropy` is null for predictions that have none.
 template <class A>
@@ -146,7 +155,7 @@ struct ChoiceLanes {
 template <class A>
 struct ShortChoices {
   Columns<A> x, differences, target;
-  Lanes<A> largest_logits, squares;
+  Lanes<A> largest_logits;
 
   void read_actions(const Segment& s, const RowBatch& row_batch, int32_t index, Choice choice, ChoiceLanes<A>& sums) {
     std::fill(target.at[choice.begin], target.at[choice.end], A(0));
@@ -193,33 +202,25 @@ struct ShortChoices {
       if (entropy_weight != A(0)) {
         value += weight * (e * (CrossEntropy<Lanes<A>, 0>::finite(differences.column(j)) - gradient.expected));
       }
-      squares += value * value;
       x.store_column(j, value);
     }
   }
 
   void write_gradient(const Segment& s, const RowBatch& row_batch) {
-    alignas(64) A coefficients[kLanes], of_rows[kLanes], magnitudes[kLanes];
+    alignas(64) A coefficients[kLanes], magnitudes[kLanes];
+    double squares[kLanes] = {};
 #pragma omp simd
     for (int64_t i = 0; i < kLanes; ++i) {
       coefficients[i] = static_cast<A>(row_batch.coefficients[i]);
     }
     store_lanes(magnitudes, largest_logits);
-    store_lanes(of_rows, squares);
     const Lanes<A> factors = load_lanes(coefficients);
     for (int64_t j = 0; j < s.width && s.gradient.data != nullptr; ++j) {
       x.store_column(j, x.column(j) * factors);
+      add_squares(x.at[j], squares);
     }
     for (int64_t i = 0; i < row_batch.count; ++i) {
-      double square = 0;
-      if (s.gradient.data != nullptr && factor_can_wait(of_rows[i], coefficients[i])) {
-        square = squared(coefficients[i]) * of_rows[i];
-      } else {
-        for (int64_t j = 0; j < s.width && s.gradient.data != nullptr; ++j) {
-          square += squared(x.at[j][i]);
-        }
-      }
-      s.metrics[row_batch.first + i] = {square, magnitudes[i]};
+      s.metrics[row_batch.first + i] = {squares[i], magnitudes[i]};
     }
     if (s.gradient.data != nullptr) {
       write_columns(s.gradient, row_batch, s.width, x);
@@ -232,7 +233,7 @@ template <class A>
   const Head& head = *s.head;
   const int32_t count = num_choices(head);
   ShortChoices<A> rows;
-  rows.largest_logits = rows.squares = A(0);
+  rows.largest_logits = A(0);
   read_columns(s.prediction, row_batch, s.width, rows.x);
   ChoiceLanes<A> sums[kShortRow];
   A log_prob[kLanes] = {}, entropy[kLanes] = {}, slopes[kLanes];
@@ -336,6 +337,11 @@ template <class T, class A>
   }
   score_rows(pass, s, own, log_prob, entropy, slopes);
   double squares = 0;
+  if (slopes[0] == A(0) && head.entropy_weight == 0) { // a clipped row, which needs no exponentials again
+    pass.clear_gradients(s, row);
+    s.metrics[row] = {0, largest_logit};
+    return;
+  }
   for (int32_t c = 0; c < count && s.gradient.data != nullptr; ++c) {
     const Choice range = choice_of(head, head.choice_ends, c, s.width);
     const int32_t action = action_of(s, row, c, range);
@@ -434,14 +440,6 @@ void write_sums(
       counted[i] = counts[i] == A(0) ? A(0) : gradients.at[j][i];
     }
     to[j] = total(load_lanes(counted));
-  }
-}
-
-template <class A>
-void add_squares(const A* values, double* squares) {
-#pragma omp simd
-  for (int64_t i = 0; i < kLanes; ++i) {
-    squares[i] += squared(values[i]);
   }
 }
 
