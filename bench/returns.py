@@ -19,7 +19,7 @@ import torch
 import gradscale_ext as gs
 import harness
 
-SIZES = ((256, 64), (4096, 128), (16, 1024), (1, 32768))
+SIZES = ((4096, 8), (32768, 8), (4096, 16), (32768, 16), (256, 64), (4096, 128), (16, 1024), (1, 32768))
 DISCOUNT, LAMBDA = 0.99, 0.95
 LONGEST_LOOP = 1024
 TURN = 2e-3  # Enough for up to a hundred calls, because the first call after TorchRL's starts with cold caches.
