@@ -179,12 +179,35 @@ A largest_finite(const T* logits, int64_t width) {
   return largest(most);
 }
 
+// Stores e = exp(d), d = logit - maximum, of elements begin to end - 1 in `values`, and calls visit(first, lanes, d, e)
+// for each vector.
+template <bool in_range, class T, class A, class Visit>
+GRADSCALE_HOST_DEVICE void each_exponential(
+    const T* logits, int64_t begin, int64_t end, A maximum, Ahead ahead, int64_t before, A* values, Visit visit) {
+  const auto* read = static_cast<const T*>(ahead.read);
+  const auto* write = static_cast<const T*>(ahead.write != nullptr ? ahead.write : values);
+  each_vector<1>(begin, end, before, [&](int64_t j, auto lanes, auto) {
+    // Prefetching past the end is harmless.
+    __builtin_prefetch(read + j, /*rw=*/0);
+    __builtin_prefetch(write + j, /*rw=*/1);
+    const Lanes<A> d = load_lanes(logits + j, lanes) - Lanes<A>(maximum), e = exp_nonpositive<in_range>(d);
+    store_lanes(values + j, e);
+    visit(j, lanes, d, e);
+  });
+}
+
+// The place in `scratch` for the exponentials of a row.
+template <class A>
+A* exponentials_in(A* scratch, int64_t before) {
+  return scratch + (kLanes - before) % kLanes;
+}
+
 // Stores exp(logit - maximum) in `scratch`, beginning at the returned `values`. The moment weights element j by the
 // distance of element j - j % 16 from the middle of the row.
 template <bool with_moment, bool in_range, class T, class A>
 Softmax<A> softmax_of(const T* logits, int64_t width, A maximum, Ahead ahead, A* scratch) {
   const int64_t before = elements_before_vectors(logits, width);
-  A* values = scratch + (kLanes - before) % kLanes;
+  A* values = exponentials_in(scratch, before);
   const Lanes<A> zero = A(0), step = A(2 * kLanes);
   Lanes<A> sum = zero, moment = zero;
   Lanes<A> next = static_cast<A>(1 - width); // the weights in the next vector
@@ -193,16 +216,9 @@ Softmax<A> softmax_of(const T* logits, int64_t width, A maximum, Ahead ahead, A*
       next = kept(LanesFrom{static_cast<int>(kLanes - before)}, next, next - step);
     }
   }
-  const auto* read = static_cast<const T*>(ahead.read);
-  const auto* write = static_cast<const T*>(ahead.write != nullptr ? ahead.write : values);
   each_tile(width, [&](int64_t begin, int64_t end) {
     Lanes<A> tile_sum = zero, tile_moment = zero;
-    each_vector<1>(begin, end, before, [&](int64_t j, auto lanes, auto) {
-      // Prefetching past the end is harmless.
-      __builtin_prefetch(read + j, /*rw=*/0);
-      __builtin_prefetch(write + j, /*rw=*/1);
-      const Lanes<A> e = exp_nonpositive<in_range>(load_lanes(logits + j, lanes) - Lanes<A>(maximum));
-      store_lanes(values + j, e);
+    const auto add = [&](int64_t j, auto lanes, Lanes<A> /*d*/, Lanes<A> e) {
       const Lanes<A> counted = kept(lanes, e, zero);
       tile_sum += counted;
       if constexpr (with_moment && (kHasMasks || std::is_same_v<decltype(lanes), AllLanes>)) {
@@ -211,7 +227,8 @@ Softmax<A> softmax_of(const T* logits, int64_t width, A maximum, Ahead ahead, A*
       } else if constexpr (with_moment) {
         tile_moment += counted * Lanes<A>(static_cast<A>(2 * j + 1 - width));
       }
-    });
+    };
+    each_exponential<in_range>(logits, begin, end, maximum, ahead, before, values, add);
     sum += tile_sum;
     moment += tile_moment;
   });
@@ -220,12 +237,18 @@ Softmax<A> softmax_of(const T* logits, int64_t width, A maximum, Ahead ahead, A*
   return {total(sum), with_moment ? total(moment) : A(0), values, before};
 }
 
+// Calls run(in_range), with exp_nonpositive()'s in_range.
+template <class A, class Run>
+auto in_range_of(const Extremes<A>& extremes, const Run& run) {
+  return extremes.largest - std::min(extremes.smallest, A(0)) < -kLeastInRange ? run(std::true_type())
+                                                                               : run(std::false_type());
+}
+
 template <bool with_moment, class T, class A>
 Softmax<A> softmax_of(const T* logits, int64_t width, Extremes<A> extremes, Ahead ahead, A* scratch) {
-  if (extremes.largest - std::min(extremes.smallest, A(0)) < -kLeastInRange) {
-    return softmax_of<with_moment, true>(logits, width, extremes.largest, ahead, scratch);
-  }
-  return softmax_of<with_moment, false>(logits, width, extremes.largest, ahead, scratch);
+  return in_range_of(extremes, [&](auto in_range) {
+    return softmax_of<with_moment, in_range.value>(logits, width, extremes.largest, ahead, scratch);
+  });
 }
 
 // Loads the lanes of one vector from a row.

@@ -266,6 +266,30 @@ struct LongChoice {
   ChoiceSums<A> sums;
 };
 
+// Stores the exponentials of a choice in `values`, and adds up those that were not chosen.
+template <bool in_range, class T, class A>
+ChoiceSums<A> sums_of_others(
+    const T* logits, int64_t width, A maximum, int32_t action, Ahead ahead, int64_t before, A* values) {
+  const Lanes<A> zero = A(0);
+  Lanes<A> others = zero, weighted = zero;
+  each_tile(width, [&](int64_t begin, int64_t end) {
+    Lanes<A> tile_others = zero, tile_weighted = zero;
+    const auto add = [&](int64_t j, auto lanes, Lanes<A> d, Lanes<A> e) {
+      Lanes<A> counted = kept(lanes, e, zero);
+      if (j <= action && action < j + kLanes) { // in one vector of the row
+        const auto lane = static_cast<int>(action - j);
+        counted = kept(FirstLanes{lane}, counted, kept(LanesFrom{lane + 1}, counted, zero));
+      }
+      tile_others += counted;
+      tile_weighted += CrossEntropy<Lanes<A>, 0>::weighted(counted, d);
+    };
+    each_exponential<in_range>(logits, begin, end, maximum, ahead, before, values, add);
+    others += tile_others;
+    weighted += tile_weighted;
+  });
+  return {total(in_order(others, before)), total(in_order(weighted, before)), 0, static_cast<A>(NAN)};
+}
+
 template <class T, class A>
 LongChoice<A> exponentiate(const Segment& s, int64_t row, Choice choice, int32_t action, A* scratch, A& largest_logit) {
   const T* logits = row_of<T>(s.prediction, row) + choice.begin;
@@ -273,24 +297,18 @@ LongChoice<A> exponentiate(const Segment& s, int64_t row, Choice choice, int32_t
   const Extremes<A> extremes = extremes_of<A>(logits, width);
   const A magnitude = std::max(-extremes.smallest, extremes.largest);
   largest_logit = std::max(largest_logit, std::isfinite(magnitude) ? magnitude : largest_finite<A>(logits, width));
-  const Softmax<A> softmax = softmax_of<false>(logits, width, extremes, ahead_of<T>(s, row), scratch);
-  LongChoice<A> result{softmax.values, softmax.before, extremes.largest, {0, 0, 0, static_cast<A>(NAN)}};
-  ChoiceSums<A>& sums = result.sums;
-  if (action >= 0) {
-    sums.chosen_difference = static_cast<A>(to_accumulate(logits[action])) - result.maximum;
-    sums.chosen_e = std::exchange(softmax.values[action], A(0));
-  }
-  const auto [others, weighted] = sums_of<A>(width, softmax.before, [&](auto load) {
-    const Lanes<A> e = load(softmax.values);
-    return std::array{e, CrossEntropy<Lanes<A>, 0>::weighted(e, load(logits) - Lanes<A>(result.maximum))};
+  const int64_t before = elements_before_vectors(logits, width);
+  A* values = exponentials_in(scratch, before);
+  const Ahead ahead = ahead_of<T>(s, row);
+  ChoiceSums<A> sums = in_range_of(extremes, [&](auto in_range) {
+    return sums_of_others<in_range.value>(logits, width, extremes.largest, action, ahead, before, values);
   });
-  sums.others = others;
-  sums.weighted = weighted;
   if (action >= 0) {
-    softmax.values[action] = sums.chosen_e;
+    sums.chosen_difference = static_cast<A>(to_accumulate(logits[action])) - extremes.largest;
+    sums.chosen_e = values[action];
     sums.weighted += CrossEntropy<A, 0>::weighted(sums.chosen_e, sums.chosen_difference);
   }
-  return result;
+  return {values, before, extremes.largest, sums};
 }
 
 // Writes the gradient of a choice, and returns the sum of its squares.
