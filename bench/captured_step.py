@@ -61,7 +61,7 @@ def contestants_of(update: gs.CapturedStep, arguments: list[torch.Tensor]) -> ha
         torch._foreach_copy_(own.inputs, arguments, non_blocking=True)
         own.result["loss"].clone()
 
-    return {"guards": own.guards.hold, "call": lambda: update(*arguments), "copies": copies}
+    return {"guards": own.guards.compiled.hold, "call": lambda: update(*arguments), "copies": copies}
 
 
 def audits_of(update: gs.CapturedStep, arguments: list[torch.Tensor]) -> harness.Contestants:

@@ -94,7 +94,7 @@ def test_a_number_without_an_effect_on_the_batch():
     found = calls_until_error(
         lambda x, y: learner.step(x.clamp(max=options.limit), y),
         learner.state(),
-        "clamp gets the number 2e+06, but the graph keeps 1e+06 at tests/test_captured_audits.py",
+        "clamp gets the number 1e+06, then 2e+06 at tests/test_captured_audits.py",
         change=change,
     )
     assert found == 5
@@ -125,9 +125,24 @@ def test_parameters_whose_layout_changes(kind):
     update = gs.CapturedStep(step, *learner.state())
     for batch in batches(10):
         update(*batch)
-    assert update._captured[0].guards.hold()
+    assert update._captured[0].guards.compiled.hold()
     learner.model.square.data = bank[1] if kind == "slice" else bank[0].t()
-    assert not update._captured[0].guards.hold()
+    assert not update._captured[0].guards.compiled.hold()
+
+
+def test_memory_that_is_resized():
+    """The storage is the same object, at another address: another graph is captured."""
+    learner = Learner()
+    update = gs.CapturedStep(learner.step, *learner.state())
+    for batch in batches(10):
+        update(*batch)
+    weight = learner.model.head.weight
+    before = weight.data_ptr()
+    weight.untyped_storage().resize_(2**24)
+    assert weight.data_ptr() != before
+    for batch in batches(2):  # before the next audit of the first graph
+        update(*batch)
+    assert {audit.graph for audit in update.audits} == {0, 1}
 
 
 @pytest.mark.parametrize("make", [numpy.random.default_rng, numpy.random.RandomState, random.Random])

@@ -454,5 +454,5 @@ def test_a_tensor_in_an_unnamed_object():
         return loss
 
     text = complaint(step, learner.state(), batches(6))
-    assert "which reads a tensor of 12 bytes that the captured step made and left somewhere" in text
+    assert "which reads a tensor of shape [3] that the captured step made and left somewhere" in text
     assert "write to it with copy_(), and name it in the state" in text

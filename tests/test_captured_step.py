@@ -518,7 +518,8 @@ def test_a_number_that_changes_in_a_closure():
     with (
         pytest.warns(UserWarning, match=r"the step changes count \(3, then 4\), which a replay does not; keep it in a"),
         pytest.raises(
-            RuntimeError, match="replay 1 of this graph differs from a plain step, because mul_ gets"
+            RuntimeError,
+            match=r"replay 1 of this graph differs from a plain step, because the step has changed .*: mul_ gets",
         ) as error,
     ):
         update(*batches(5)[4])
@@ -953,7 +954,7 @@ def test_wrong_arguments_and_results():
         update(x, y.numpy())
     with pytest.raises(ValueError, match=r"argument 0 requires grad"):
         update(x.requires_grad_(), y)
-    with pytest.raises(TypeError, match=r"argument y\[0\] is of type Counted.* built again .* field count is"):
+    with pytest.raises(TypeError, match=r"argument y\[0\] is of type Counted.* built again .*field count is"):
         update(x, y=[Counted(y)])
     with pytest.raises(TypeError, match="its result is of type object"):
         gs.CapturedStep(lambda: object())()
@@ -970,9 +971,9 @@ def test_wrong_arguments_and_results():
         with pytest.raises(error, match=match):
             gs.CapturedStep(*arguments)
     for options, error, match in (
-        ({"warmup": 0}, ValueError, "warmup must be at least 1, but it is 0"),
-        ({"verify": -1}, ValueError, "verify must be at least 0"),
-        ({"max_graphs": 1.0}, TypeError, "max_graphs must be an integer, but it is of type float"),
+        ({"warmup": 0}, ValueError, "warmup must be an integer of at least 1, but it is 0"),
+        ({"verify": -1}, ValueError, "verify must be an integer of at least 0"),
+        ({"max_graphs": 1.0}, TypeError, "max_graphs must be an integer of at least 1, but it is of type float"),
         ({"fallback": "plain"}, ValueError, "fallback must be None or 'eager', but it is 'plain'"),
         ({"hooks": None}, ValueError, "hooks must be 'raise' or 'ignore'"),
         ({"copy_outputs": 1}, TypeError, "copy_outputs must be True or False"),
@@ -1085,7 +1086,7 @@ def test_fallback_after_a_replay_that_differs():
             count[0] = 1 + (index > 4)
             call(*batch)
 
-    with pytest.warns(UserWarning, match="mul gets the number 2, but the graph keeps 1"):
+    with pytest.warns(UserWarning, match="mul gets the number 1, then 2"):
         calls(update)
     with tape.TapeGraphs().side_by_side():
         calls(make(reference))

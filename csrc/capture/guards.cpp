@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace gradscale {
@@ -21,30 +22,32 @@ const torch::autograd::AutogradMeta* autograd_of(const at::Tensor& tensor) {
   return static_cast<torch::autograd::AutogradMeta*>(tensor.unsafeGetTensorImpl()->autograd_meta());
 }
 
-bool has_gradient(const at::Tensor& tensor, const at::Tensor& gradient) {
+bool has_gradient(const at::Tensor& tensor, const std::optional<at::Tensor>& gradient) {
   const auto* const autograd = autograd_of(tensor);
-  return autograd == nullptr ? !gradient.defined() : autograd->grad_.is_same(gradient);
+  const bool has_one = autograd != nullptr && autograd->grad_.defined();
+  return gradient ? has_one && autograd->grad_.is_same(*gradient) : !has_one;
 }
 
-// A hash of the address, sizes, strides, requires_grad and the number of hooks.
-uint64_t signature_of(const at::Tensor& tensor) {
-  uint64_t signature = 0, factor = 1;
-  const auto add = [&](uint64_t value) { signature += value * (factor *= 0x9E3779B97F4A7C15); };
-  if (tensor.has_storage()) {
-    add(reinterpret_cast<uintptr_t>(tensor.storage().unsafeGetStorageImpl()->data()));
-    add(tensor.storage_offset());
+// Visits the address, offset, sizes, strides, number of hooks and requires_grad. Ends if a visit returns false.
+template <typename Visit>
+bool visit_layout(const at::Tensor& tensor, Visit visit) {
+  const auto& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
+  if (storage) {
     const auto sizes = tensor.sizes(), strides = tensor.strides();
-    add(sizes.size());
+    if (!visit(reinterpret_cast<intptr_t>(storage.unsafeGetStorageImpl()->data())) || !visit(tensor.storage_offset()) ||
+        !visit(static_cast<int64_t>(sizes.size()))) {
+      return false;
+    }
     for (size_t dim = 0; dim < sizes.size(); ++dim) {
-      add(sizes[dim]);
-      add(strides[dim]);
+      if (!visit(sizes[dim]) || !visit(strides[dim])) {
+        return false;
+      }
     }
   }
-  if (const auto* const autograd = autograd_of(tensor)) {
-    add(autograd->hooks_.size() + (autograd->post_acc_grad_hooks_ != nullptr ? 1 : 0));
-    add(autograd->requires_grad_ || autograd->grad_fn_ ? 1 : 0);
-  }
-  return signature;
+  const auto* const autograd = autograd_of(tensor);
+  return autograd == nullptr ? visit(-1)
+                             : visit(autograd->hooks_.size() + (autograd->post_acc_grad_hooks_ != nullptr ? 1 : 0)) &&
+                                   visit(autograd->requires_grad_ || autograd->grad_fn_ ? 1 : 0);
 }
 
 // Moves to the next item of a dict or list; false at the end.
@@ -61,106 +64,115 @@ size_t size_of(PyObject* container) {
   return static_cast<size_t>(PyDict_Check(container) ? PyDict_GET_SIZE(container) : PyList_GET_SIZE(container));
 }
 
+// A number that changes with each change of a dict; 0 if it is not known.
+uint64_t version_of(PyObject* container) {
+#if PY_VERSION_HEX < 0x030C0000
+  return PyDict_Check(container) ? reinterpret_cast<PyDictObject*>(container)->ma_version_tag : 0;
+#else
+  return 0; // Python 3.12 deprecates it
+#endif
+}
+
 bool is_same(PyObject* now, PyObject* then) {
   return now == then || (Py_TYPE(now) == Py_TYPE(then) && (PyFloat_CheckExact(now) || PyLong_CheckExact(now)) &&
                          PyObject_RichCompareBool(now, then, Py_EQ) == 1);
 }
 
-struct Guards {
-  struct Container {
-    py::object object;
-    bool is_whole;
-    size_t end; // of its items
-  };
-  struct Item {
-    PyObject* key;
-    py::object value; // null: the value may change
-  };
-  struct Gradient {
-    py::object tensor;
-    at::Tensor gradient; // undefined: none
-  };
-  std::vector<Container> containers;
-  std::vector<Item> items;
-  std::vector<std::pair<py::object, uint64_t>> tensors;
-  std::vector<Gradient> gradients, results;
+using Containers = std::vector<std::pair<py::object, std::vector<bool>>>; // dicts and lists
+// Tensors, with the gradient that each has, or that a replay computes.
+using Gradients = std::vector<std::pair<py::object, std::optional<at::Tensor>>>;
 
-  bool hold() const {
-    size_t index = 0;
-    for (const auto& [object, is_whole, end] : containers) {
+class Guards {
+ public:
+  // Of containers, the first items are compared, all of them or fewer. Values may change where the flag is false.
+  Guards(const Containers& containers, std::vector<py::object> tensors, Gradients gradients, Gradients results)
+      : tensors_(std::move(tensors)), gradients_(std::move(gradients)), results_(std::move(results)) {
+    for (const auto& [container, wanted] : containers) {
+      const bool is_whole = size_of(container.ptr()) == wanted.size();
+      containers_.push_back({container, is_whole, items_.size() + wanted.size(), version_of(container.ptr())});
+      Py_ssize_t position = 0;
       PyObject *key = nullptr, *value = nullptr; // the key stays null in a list
+      for (const bool is_wanted : wanted) {
+        next_item(container.ptr(), position, key, value);
+        items_.emplace_back(key, is_wanted ? py::reinterpret_borrow<py::object>(value) : py::object());
+      }
+    }
+    for (const auto& tensor : tensors_) {
+      visit_layout(THPVariable_Unpack(tensor.ptr()), [this](int64_t number) {
+        layouts_.push_back(number);
+        return true;
+      });
+    }
+  }
+
+  bool hold() {
+    size_t index = 0;
+    for (auto& [object, is_whole, end, version] : containers_) {
+      const uint64_t now = version_of(object.ptr());
+      if (now != 0 && now == version) {
+        index = end;
+        continue;
+      }
+      PyObject *key = nullptr, *value = nullptr;
       Py_ssize_t position = 0;
       if (is_whole && size_of(object.ptr()) != end - index) {
         return false;
       }
       for (; index < end; ++index) {
-        const auto& [then_key, then] = items[index];
+        const auto& [then_key, then] = items_[index];
         if (!next_item(object.ptr(), position, key, value) || key != then_key ||
             (then && !is_same(value, then.ptr()))) {
           return false;
         }
       }
+      version = now;
     }
-    for (const auto& [tensor, signature] : tensors) {
-      if (signature_of(THPVariable_Unpack(tensor.ptr())) != signature) {
+    const int64_t* then = layouts_.data();
+    const auto is_as_then = [&then](int64_t number) { return number == *then++; };
+    for (const auto& tensor : tensors_) {
+      if (!visit_layout(THPVariable_Unpack(tensor.ptr()), is_as_then)) {
         return false;
       }
     }
-    for (const auto& [tensor, gradient] : gradients) {
+    for (const auto& [tensor, gradient] : gradients_) {
       if (!has_gradient(THPVariable_Unpack(tensor.ptr()), gradient)) {
         return false;
       }
     }
     return true;
   }
-};
 
-// Adds the first items of a dict or list, all of them or fewer. Values may change where `wanted` is false.
-void add_items(Guards& guards, const py::object& container, const std::vector<bool>& wanted) {
-  const bool is_whole = size_of(container.ptr()) == wanted.size();
-  guards.containers.push_back({container, is_whole, guards.items.size() + wanted.size()});
-  Py_ssize_t position = 0;
-  PyObject *key = nullptr, *value = nullptr;
-  for (const bool is_wanted : wanted) {
-    next_item(container.ptr(), position, key, value);
-    guards.items.push_back({key, is_wanted ? py::reinterpret_borrow<py::object>(value) : py::object()});
-  }
-}
-
-// Gives each tensor the gradient that a replay computes.
-void set_results(const Guards& guards) {
-  for (const auto& [object, gradient] : guards.results) {
-    const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
-    if (!has_gradient(tensor, gradient)) {
-      tensor.mutable_grad() = gradient;
+  // Gives each tensor the gradient that a replay computes.
+  void set_results() const {
+    for (const auto& [object, gradient] : results_) {
+      const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
+      if (!has_gradient(tensor, gradient)) {
+        tensor.mutable_grad() = gradient.value_or(at::Tensor());
+      }
     }
   }
-}
+
+ private:
+  struct Container {
+    py::object object;
+    bool is_whole;
+    size_t end; // of its items
+    uint64_t version;
+  };
+  std::vector<Container> containers_;
+  std::vector<std::pair<PyObject*, py::object>> items_; // keys and values; null: the value may change
+  std::vector<py::object> tensors_;
+  std::vector<int64_t> layouts_; // of the tensors
+  Gradients gradients_, results_;
+};
 
 } // namespace
 
 void define_guards(py::module_& m) {
-  using OptionalTensor = std::optional<at::Tensor>;
   py::class_<Guards>(m, "Guards")
-      .def(py::init<>())
-      .def("add_items", &add_items)
-      .def(
-          "add_tensor",
-          [](Guards& guards, const py::object& tensor) {
-            guards.tensors.emplace_back(tensor, signature_of(THPVariable_Unpack(tensor.ptr())));
-          })
-      .def(
-          "add_gradient",
-          [](Guards& guards, const py::object& tensor, const OptionalTensor& gradient) {
-            guards.gradients.push_back({tensor, gradient.value_or(at::Tensor())});
-          })
-      .def(
-          "add_result",
-          [](Guards& guards, const py::object& tensor, const OptionalTensor& gradient) {
-            guards.results.push_back({tensor, gradient.value_or(at::Tensor())});
-          })
+      .def(py::init<Containers, std::vector<py::object>, Gradients, Gradients>())
       .def("hold", &Guards::hold)
-      .def("set_results", &set_results);
+      .def("set_results", &Guards::set_results);
 }
 
 } // namespace gradscale

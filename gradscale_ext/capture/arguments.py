@@ -3,150 +3,214 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from .. import _structures
-from .hooks import default_devices
 
-_CONTAINERS = (tuple, dict, list)
-_LEAVES = (torch.Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+_CONSTANTS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+_LEAVES = (torch.Tensor, *_CONSTANTS)
 
-#: The form of a structure, which can be compared: None for a leaf, else its type, and the keys and forms of its parts.
+#: What can be compared of a structure: None for a leaf, else its type, its keys and the forms of its items.
 Form = Any
-#: Makes the error for a leaf of another type, from its place and value.
-Refuse = Callable[[str, Any], Exception]
+Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Leaf(NamedTuple):
-    """A tensor or constant, and its place for messages, such as ``[0]['obs']``."""
-
-    place: str
-    value: Any
-
-
-def flatten(value: Any, refuse: Refuse) -> tuple[Form, list[Leaf]]:
-    """The form of a structure, and its leaves."""
-    leaves: list[Leaf] = []
-    return _form_of(value, "", leaves, refuse), leaves
+def argument(place: str) -> str:
+    """An argument as messages name it: the place starts with [0] for positional ones, and [1] for the others."""
+    first, _, items = place[4:].partition("]")
+    return "argument " + first.strip("'") + items if place else "the arguments"
 
 
-def _form_of(value: Any, place: str, leaves: list[Leaf], refuse: Refuse) -> Form:
-    kind = type(value)
-    if kind in _CONTAINERS:
-        pairs = dict.items(value) if kind is dict else enumerate(value)
-        return kind, *[(key, _form_of(item, f"{place}[{key!r}]", leaves, refuse)) for key, item in pairs]
-    if isinstance(value, _LEAVES):
-        leaves.append(Leaf(place, value))
-        return None
-    parts = []
-    for key, item in _items(value, place, refuse):
-        name, shown = (key.name, f".{key.name}") if isinstance(key, dataclasses.Field) else (key, f"[{key!r}]")
-        parts.append((name, _form_of(item, f"{place}{shown}", leaves, refuse)))
-    return kind, *parts
+def result(place: str) -> str:
+    """A part of a result as messages name it."""
+    return f"its result{place}"
 
 
-def _items(value: Any, place: str, refuse: Refuse) -> Iterable[tuple[Any, Any]]:
-    """The keys and items of a structure of another type, which can be built again with other items."""
+def named_leaves(value: Any, name: Callable[[str], str], place: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of a structure, of all types, each with its place, such as ``[0]['obs']``."""
     if _structures.is_leaf(value):
-        raise refuse(place, value)
+        yield place, value
+        return
     items: list[tuple[Any, Any]] = []
 
     def look(key: Any, item: Any) -> Any:
-        items.append((key, item))
+        items.append((f".{key.name}" if isinstance(key, dataclasses.Field) else f"[{key!r}]", item))
         return item
 
     try:
         _structures.rebuilt("CapturedStep", look, value)
     except TypeError as error:
-        reason = f"it cannot be built again with other items: {error.__cause__}"
-        raise TypeError(f"{refuse(place, value)}; {reason}") from error
-    return items
+        raise _structures.renamed(error, x=name(place)) from error
+    for key, item in items:
+        yield from named_leaves(item, name, place + key)
 
 
-def _build(like: Any, leaves: Iterable[Any]) -> Any:
-    """A structure like another one, with other leaves."""
-    left = iter(leaves)
-    if isinstance(like, _LEAVES):
-        return next(left)
-    return _structures.mapped("CapturedStep", lambda leaf: next(left), like)
+def flatten(value: Any, name: Callable[[str], str]) -> tuple[Form, list[Any]]:
+    """The form of a structure, and its leaves. Raises TypeError for a leaf that is neither a tensor nor a constant."""
+    leaves: list[Any] = []
+    try:
+        return _form_of(value, leaves), leaves
+    except TypeError:
+        for place, leaf in named_leaves(value, name):
+            if not isinstance(leaf, _LEAVES):
+                kind = type(leaf)  # with the module for NumPy's types, because numpy.float32 is not torch.float32
+                shown = f"numpy.{kind.__name__}" if kind.__module__ == "numpy" else kind.__name__
+                instead = "torch.as_tensor" if name is argument else "float"
+                has_numbers = hasattr(leaf, "__array__" if name is argument else "__float__")
+                raise TypeError(
+                    f"CapturedStep: {name(place)} is of type {shown}, but arguments and results are tensors, numbers, "
+                    "strings, bools, None, dtypes and devices, in lists, tuples, dicts, dataclasses and registered "
+                    "pytree nodes" + (f"; write {instead}(...)" if has_numbers else "")
+                ) from None
+        raise
 
 
-def each_tensor(function: Callable[[torch.Tensor], torch.Tensor], result: Any) -> Any:
-    """Apply a function to the tensors of a result that has been flattened before, without an error."""
+def _form_of(value: Any, leaves: list[Any]) -> Form:
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind, *[_form_of(item, leaves) for item in value]
+    if kind is dict:
+        return kind, *[(key, _form_of(item, leaves)) for key, item in value.items()]
+    if isinstance(value, _LEAVES):
+        leaves.append(value)
+        return None
+    if _structures.is_leaf(value):
+        raise TypeError
+    parts: list[Any] = []
+
+    def look(key: Any, item: Any) -> Any:
+        parts.append((key.name if isinstance(key, dataclasses.Field) else key, _form_of(item, leaves)))
+        return item
+
+    _structures.rebuilt("CapturedStep", look, value)
+    return kind, *parts
+
+
+def each_tensor(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """The same structure with another tensor in the place of each one."""
 
     def changed(leaf: Any) -> Any:
         return function(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
-    return changed(result) if _structures.is_leaf(result) else _structures.mapped("CapturedStep", changed, result)
+    return changed(value) if _structures.is_leaf(value) else _structures.mapped("CapturedStep", changed, value)
 
 
 class Arguments(NamedTuple):
     """The arguments of a call."""
 
-    given: tuple[tuple[Any, ...], dict[str, Any]]
+    given: Given
     form: Form
     """Everything that decides which graph is right: structure, constants, shapes, and the modes of PyTorch."""
-    leaves: list[Leaf]
+    tensors: list[torch.Tensor]
+    """The tensors, on the device."""
+    watcher: str = ""
+    """The name of a mode that sees the calls of PyTorch, which a replay does not make; empty if there is none."""
 
-    def tensors(self) -> list[Leaf]:
-        """The tensors among the leaves."""
-        return [leaf for leaf in self.leaves if isinstance(leaf.value, torch.Tensor)]
+    def leaves(self) -> list[tuple[str, Any]]:
+        """Each leaf with its name for messages."""
+        return [(argument(place), leaf) for place, leaf in named_leaves(self.given, argument)]
 
-    def build(self, tensors: Iterable[torch.Tensor] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same arguments with other tensors, or with tensors of the CPU moved to the device."""
-        own = iter([value for _, value in self.tensors()] if tensors is None else tensors)
-        leaves = (next(own) if isinstance(value, torch.Tensor) else value for _, value in self.leaves)
-        built: tuple[tuple[Any, ...], dict[str, Any]] = _build(self.given, leaves)
+    def names(self) -> list[str]:
+        """The names of the tensors."""
+        return [name for name, leaf in self.leaves() if isinstance(leaf, torch.Tensor)]
+
+    def build(self, tensors: Iterable[torch.Tensor] | None = None) -> Given:
+        """The same arguments with other tensors, or with the ones on the device."""
+        own = iter(self.tensors if tensors is None else tensors)
+        built: Given = each_tensor(lambda _: next(own), self.given)
         return built
 
-    def changed_in(
-        self, built: tuple[tuple[Any, ...], dict[str, Any]], tensors: Iterable[torch.Tensor] | None = None
-    ) -> str:
+    def changed_in(self, built: Given, tensors: Iterable[torch.Tensor] | None = None) -> str:
         """The argument among those that were built in which the step has put something else; empty if there is none."""
-        wanted = flatten(self.build(tensors), refuse_argument)[1]
-        try:
-            form, now = flatten(built, refuse_argument)
-        except TypeError:
-            return "the arguments"
-        if form != self.form[0]:
-            places = dict.fromkeys(place for place, _ in now) | dict.fromkeys(place for place, _ in wanted)
-            both = {place for place, _ in now} & {place for place, _ in wanted}
-            return next((argument(place) for place in places if place not in both), "the arguments")
-        for (place, value), (_, then) in zip(now, wanted, strict=True):
-            if value is not then and (isinstance(value, torch.Tensor) or value != then):
+        then = dict(named_leaves(self.build(tensors), argument))
+        now = dict(named_leaves(built, argument))
+        for place in now | then:
+            one, other = then.get(place, then), now.get(place, now)
+            if one is not other and not (
+                isinstance(one, _CONSTANTS) and isinstance(other, _CONSTANTS) and one == other
+            ):
                 return argument(place)
         return ""
 
 
 def read(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Arguments:
     """Read the arguments. Tensors of the CPU are moved to the device."""
-    structure, leaves = flatten((args, kwargs), refuse_argument)
+    given = args, kwargs
+    structure, leaves = flatten(given, argument)
+    tensors: list[torch.Tensor] = []
     forms: list[Any] = []
-    for index, (place, value) in enumerate(leaves):
+    for value in leaves:
         if not isinstance(value, torch.Tensor):
             # The text of a float tells -0.0 from 0.0, and is the same for each NaN.
             forms.append((type(value), repr(value) if isinstance(value, float | complex) else value))
             continue
-        if value.device != device:
-            if value.device.type != "cpu":
-                raise ValueError(
-                    f"CapturedStep: {argument(place)} is on {value.device}, but the state is on {device}; "
-                    f"write .to('{device}')"
-                )
-            value = value.to(device, non_blocking=True)
-            leaves[index] = Leaf(place, value)
-        if value.layout != torch.strided:
-            raise TypeError(
-                f"CapturedStep: {argument(place)} is of layout {value.layout}, but arguments are dense tensors; "
-                "write .to_dense()"
-            )
-        if value.requires_grad:
-            raise ValueError(f"CapturedStep: {argument(place)} requires grad, but arguments are data; detach() it")
+        if value.device != device or value.layout != torch.strided or value.requires_grad:
+            value = _moved(given, len(tensors), value, device)
+        tensors.append(value)
         forms.append((value.dtype, value.shape, value.stride()))
-    return Arguments((args, kwargs), (structure, tuple(forms), _context(device)), leaves)
+    return Arguments(given, (structure, tuple(forms), _context(device)), tensors, _watching_mode())
+
+
+def _moved(given: Given, index: int, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on the device. Raises an error that names the tensor, if no graph can have it as data."""
+    name = Arguments(given, None, []).names()[index]
+    if value.device != device and value.device.type != "cpu":
+        raise ValueError(
+            f"CapturedStep: {name} is on {value.device}, but the state is on {device}; write .to('{device}')"
+        )
+    if value.layout != torch.strided:
+        raise TypeError(
+            f"CapturedStep: {name} is of layout {value.layout}, but arguments are dense tensors; write .to_dense()"
+        )
+    if value.requires_grad:
+        raise ValueError(f"CapturedStep: {name} requires grad, but arguments are data; detach() it")
+    return value.to(device, non_blocking=True)
+
+
+@torch.inference_mode(False)
+def like(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory for an argument, with the same strides. PyTorch counts writes to it, in inference mode too."""
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return tensor.clone()
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _form_text(form: Any) -> str:
+    if isinstance(form[0], torch.dtype):
+        return f"{str(form[0]).removeprefix('torch.')} {list(form[1])}"
+    return str(form[1]) if issubclass(form[0], float | complex) else repr(form[1])
+
+
+def text_of_form(form: Form) -> str:
+    """The signature of a call."""
+    return ", ".join(map(_form_text, form[1]))
+
+
+def what_changes(forms: list[Form], arguments: Arguments) -> str:
+    """Say which argument keeps changing, and what to write instead."""
+    form, every = arguments.form, [*forms, arguments.form]
+    if any(one[0] != form[0] or len(one[1]) != len(form[1]) for one in forms):
+        return "the structure of the arguments keeps changing; pass the same lists and dicts at each call"
+    for index, (name, value) in enumerate(arguments.leaves()):
+        seen = dict.fromkeys(one[1][index] for one in every)
+        texts = dict.fromkeys(map(_form_text, seen))
+        if len(texts) > 1:
+            is_tensor = isinstance(value, torch.Tensor)
+            remedy = "pad it to one shape, or to a few" if is_tensor else "pass a tensor, whose value may change"
+            return f"{name} keeps changing: {', then '.join(texts)}; {remedy}"
+        if len(seen) > 1:
+            strides = ", then ".join(str(list(one[2])) for one in seen)
+            return f"the strides of {name} keep changing: {strides}; pass x.contiguous()"
+    return (
+        "the state or the context keeps changing (train() and eval(), requires_grad, gradients that are set to None "
+        "between some calls, autocast); make separate captured steps"
+    )
+
+
+# ---- The modes of PyTorch --------------------------------------------------------------------------------------------
 
 
 def _context(device: torch.device) -> tuple[Any, ...]:
@@ -164,78 +228,23 @@ def _context(device: torch.device) -> tuple[Any, ...]:
     )
 
 
-@torch.inference_mode(False)
-def like(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory for an argument, with the same strides. PyTorch counts writes to it, in inference mode too."""
-    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        return tensor.clone()
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+def _modes() -> list[Any]:
+    """The active function modes."""
+    return [torch._C._get_function_stack_at(index) for index in range(torch._C._len_torch_function_stack())]
 
 
-def argument(place: str) -> str:
-    """An argument as messages name it: the place starts with [0] for positional ones, and [1] for the others."""
-    first, _, items = place[4:].partition("]")
-    return "argument " + first.strip("'") + items if place else "the arguments"
+def default_devices() -> tuple[torch.device, ...]:
+    """The devices of torch.set_default_device, and of devices as context managers."""
+    return tuple([mode.device for mode in _modes() if isinstance(mode, torch.utils._device.DeviceContext)])
 
 
-def refuse_argument(place: str, value: Any) -> Exception:
-    return TypeError(
-        f"CapturedStep: {argument(place)} is of type {_type_name(value)}, but arguments are tensors, numbers, "
-        "strings, bools, None, dtypes and devices, in lists, tuples, dicts, dataclasses and registered pytree nodes"
-        + ("; write torch.as_tensor(...)" if hasattr(value, "__array__") else "")
-    )
-
-
-def refuse_result(place: str, value: Any) -> Exception:
-    return TypeError(
-        f"CapturedStep: its result{place} is of type {_type_name(value)}, but a step returns tensors, numbers, "
-        "strings, bools, None, dtypes and devices, in lists, tuples, dicts, dataclasses and registered pytree nodes"
-        + ("; write float(...)" if hasattr(value, "__float__") else "")
-    )
-
-
-def _type_name(value: Any) -> str:
-    """The name of a type; for NumPy's types with the module, because numpy.float32 is not torch.float32."""
-    kind = type(value)
-    return f"numpy.{kind.__name__}" if kind.__module__ == "numpy" else kind.__name__
-
-
-def _form_text(form: Any) -> str:
-    if isinstance(form[0], torch.dtype):
-        return f"{str(form[0]).removeprefix('torch.')} {list(form[1])}"
-    return str(form[1]) if issubclass(form[0], float | complex) else repr(form[1])
-
-
-def text_of(form: Form) -> str:
-    """The signature of a call."""
-    return ", ".join(map(_form_text, form[1]))
-
-
-def what_changes(forms: list[Form], arguments: Arguments) -> str:
-    """Say which argument keeps changing, and what to write instead."""
-    form, every = arguments.form, [*forms, arguments.form]
-    if any(one[0] != form[0] or len(one[1]) != len(form[1]) for one in forms):
-        return "the structure of the arguments keeps changing; pass the same lists and dicts at each call"
-    for index, (place, value) in enumerate(arguments.leaves):
-        seen = dict.fromkeys(one[1][index] for one in every)
-        texts = dict.fromkeys(map(_form_text, seen))
-        if len(texts) > 1:
-            is_tensor = isinstance(value, torch.Tensor)
-            remedy = "pad it to one shape, or to a few" if is_tensor else "pass a tensor, whose value may change"
-            return f"{argument(place)} keeps changing: {', then '.join(texts)}; {remedy}"
-        if len(seen) > 1:
-            strides = ", then ".join(str(list(one[2])) for one in seen)
-            return f"the strides of {argument(place)} keep changing: {strides}; pass x.contiguous()"
-    return (
-        "the state or the context keeps changing (train() and eval(), requires_grad, gradients that are set to None "
-        "between some calls, autocast); make separate captured steps"
-    )
-
-
-def integer(name: str, value: Any, least: int) -> int:
-    """Check an integer argument of CapturedStep itself."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"CapturedStep: {name} must be an integer, but it is of type {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"CapturedStep: {name} must be at least {least}, but it is {value}")
-    return int(value)
+def _watching_mode() -> str:
+    """The name of an active mode that sees PyTorch's calls, such as `GradientTracer`; empty if there is none."""
+    for mode in _modes():
+        if not isinstance(mode, torch.utils._device.DeviceContext):
+            return type(mode).__name__
+    if torch._C._len_torch_dispatch_stack():
+        return type(torch._C._get_dispatch_stack_at(0)).__name__
+    if torch._C._autograd._top_saved_tensors_default_hooks(True):
+        return "torch.autograd.graph.saved_tensors_hooks"
+    return "torch.autograd.detect_anomaly" if torch.is_anomaly_enabled() else ""

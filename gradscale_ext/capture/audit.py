@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .arguments import Leaf, flatten, refuse_result
+from .arguments import named_leaves, result
 from .contents import Contents, difference
 from .record import same_number
 from .state import Item, memory_of
@@ -66,12 +66,12 @@ def is_written(item: Item, written: Collection[int]) -> bool:
     return memory.nbytes() <= _SMALL or memory._cdata in written
 
 
-def compare(replayed: list[Leaf], result: Any, contents: Contents) -> dict[str, float]:
+def compare(replayed: Any, returned: Any, contents: Contents) -> dict[str, float]:
     """What differs between a replay and a plain step: names of results and state, with the largest difference.
 
     `replayed` and `contents` are the results and the state after the replay."""
     found = {f"the state of {name}": math.inf for name in contents.generators.changed()}
-    then, now = dict(replayed), dict(flatten(result, refuse_result)[1])
+    then, now = dict(named_leaves(replayed, result)), dict(named_leaves(returned, result))
     for place in then | now:
         one, other = then.get(place), now.get(place)
         if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):

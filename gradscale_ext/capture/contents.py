@@ -70,12 +70,11 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
         return math.inf
     if one.layout != torch.strided:
         one, other = one.to_dense(), other.to_dense()
-    if bool(((one == other) | ((one != one) & (other != other))).all()):
+    same = (one == other) | ((one != one) & (other != other))
+    if bool(same.all()):
         return 0.0
     wide = torch.complex128 if one.is_complex() else torch.float64
-    distance = (one.to(wide) - other.to(wide)).abs()
-    distance = torch.where((one == other) | ((one != one) & (other != other)), 0, distance)
-    largest = distance.amax().item()
+    largest = torch.where(same, 0, (one.to(wide) - other.to(wide)).abs()).amax().item()
     return math.inf if math.isnan(largest) else largest
 
 

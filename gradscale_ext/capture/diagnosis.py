@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.autograd import profiler_legacy
 
-from .. import _context, _structures
-from .arguments import Arguments, Form, argument, flatten, like, read, refuse_result
-from .checks import Problem, Refusals, hook_problems, kept_graph_problems, mark_kept_graphs
+from .. import _context
+from .arguments import Arguments, Form, Given, argument, each_tensor, flatten, like, named_leaves, read, result
+from .checks import Refusals, hook_problems, kept_graph_problems, mark_kept_graphs
 from .graphs import seeming_to_capture
-from .hooks import Inside, hook_location, is_inside_another, rehearsing
-from .record import Difference, differences, recording, same_number, text_of_number
-from .remedies import scheduler_remedy, step_count_remedy
-from .report import CaptureDiagnosis, Findings
+from .hooks import rehearsing, running
+from .problems import Findings, Problem, definition_of, text_of
+from .record import differences, same_number
+from .report import CaptureDiagnosis
 from .snapshot import Snapshot
-from .state import Item, State
-from .watch import Functions, Watch, counts_steps
+from .state import Item, State, memory_of
+from .watch import Functions, Watch
 
 
 @_context.in_eager_mode("diagnose_capture: call it outside of a function with fullgraph=True")
@@ -113,16 +114,13 @@ class _Diagnosis:
         self._step, self._state, self._device = step, state, state.device()
         self.findings, self.watches = Findings(), list[Watch]()
         self._forms: list[Form] = []
-        self._values = set[str]()
 
     def run(self, batches: Sequence[Any]) -> None:
         """Run the step on every batch, and on two of each form of arguments."""
-        problems = list(hook_problems(self._state))
-        if not is_inside_another(self):  # a captured step that asks has looked before its first call
+        self.findings.add(hook_problems(self._state))
+        if running.owner is None:  # a captured step that asks has looked before its first call
             mark_kept_graphs(self._state)
-            problems += kept_graph_problems(self._state)
-        for problem in problems:
-            self._add(problem)
+            self.findings.add(kept_graph_problems(self._state))
         self._watch(batches[0])
         groups: dict[Form, list[Any]] = {}
         for batch in batches:
@@ -130,33 +128,40 @@ class _Diagnosis:
         for group in groups.values():
             last = None
             for batch in group if len(group) > 1 else group * 2:
-                watch, result = self._watch(batch)
+                watch, returned = self._watch(batch)
                 if last is not None:
-                    for found in differences(last[0], watch, self._device):
-                        self._add_difference(found)
-                    self._compare_results(last[1], result)
-                last = watch, result
+                    self.findings.add(filter(self._is_new, differences(last[0], watch, self._device)))
+                    self._compare_results(last[1], returned)
+                last = watch, returned
         if not torch._C._autograd._profiler_enabled():  # by the user: there can be only one
             self._profile(batches[-1])
+
+    def _is_new(self, problem: Problem) -> bool:
+        """False for a consequence of something that is a finding already."""
+        if problem.key == "option":
+            options = problem.cause.partition(" ")[0] + ".param_groups"
+            is_known = any(options in finding.cause for finding in self.findings.found)
+            return not (is_known or self.findings.has_any("stale_number", problem.location))
+        is_of_memory = problem.code == "host_copy"
+        return not is_of_memory or (
+            problem.key == "replaced" and not self.findings.has_any("unnamed_state", problem.location)
+        )
 
     def _form(self, batch: Any) -> Form:
         """Which graph is right for a batch. Adds findings for arguments that `CapturedStep` refuses."""
         arguments = self._read(batch)
         if isinstance(arguments, Exception):
-            text = str(arguments).removeprefix("CapturedStep: ")
-            cause, _, remedy = text.partition("; ")
-            self._findings_of_arguments(cause, remedy)
+            cause, _, remedy = str(arguments).removeprefix("CapturedStep: ").partition("; ")
+            self.findings.add([Problem("argument", cause, remedy)])
             return None
         for form in self._forms:
-            for (place, value), one, other in zip(arguments.leaves, form[1], arguments.form[1], strict=False):
+            for (name, value), one, other in zip(arguments.leaves(), form[1], arguments.form[1], strict=False):
                 if isinstance(value, float) and form[0] == arguments.form[0] and one != other:
-                    cause = f"{argument(place)} is another number in each batch: {one[1]}, then {other[1]}"
-                    self.findings.add("stale_number", cause, None, "pass a tensor, whose value may change", key=place)
+                    cause = f"{name} is another number in each batch: {one[1]}, then {other[1]}"
+                    remedy = "pass a tensor, whose value may change"
+                    self.findings.add([Problem("stale_number", cause, remedy, key=name)])
         self._forms.append(arguments.form)
         return arguments.form
-
-    def _findings_of_arguments(self, cause: str, remedy: str) -> None:
-        self.findings.add("argument", cause, None, remedy or None, key=cause)
 
     def _read(self, batch: Any) -> Arguments | Exception:
         try:
@@ -164,22 +169,26 @@ class _Diagnosis:
         except (TypeError, ValueError) as error:
             return error
 
-    def _given(self, batch: Any) -> tuple[Arguments | None, list[torch.Tensor], Any]:
+    def _given(self, batch: Any) -> tuple[Arguments | None, list[torch.Tensor], Given]:
         """The arguments, copies of their tensors, which the step may write to, and arguments with these copies."""
         arguments = self._read(batch)
         if not isinstance(arguments, Exception):
-            inputs = [like(value) for _, value in arguments.tensors()]
+            inputs = [like(tensor) for tensor in arguments.tensors]
             return arguments, inputs, arguments.build(inputs)
-        copies: list[torch.Tensor] = []
+        args = each_tensor(lambda x: x.detach().clone().requires_grad_(x.requires_grad), batch)
+        args = args if isinstance(batch, tuple) else (args,)
+        return None, [leaf for _, leaf in named_leaves(args, argument) if isinstance(leaf, torch.Tensor)], (args, {})
 
-        def copied(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            copies.append(value.detach().clone().requires_grad_(value.requires_grad))
-            return copies[-1]
-
-        args = batch if isinstance(batch, tuple) else (batch,)
-        return None, copies, (_structures.mapped("diagnose_capture", copied, args), {})
+    @contextlib.contextmanager
+    def _as_captured(self, is_plain: bool = False) -> Iterator[None]:
+        """In this context, the step runs as in a capture, with modules that are not compiled."""
+        with (
+            mock.patch.object(running, "owner", running.owner or self),
+            rehearsing(self._state),
+            torch.compiler.set_stance("force_eager"),
+            contextlib.nullcontext() if is_plain else seeming_to_capture(),
+        ):
+            yield
 
     def _watch(self, batch: Any) -> tuple[Watch, Any]:
         """Run the step, and add what a single step shows, except the first one, which stands for a plain call."""
@@ -190,116 +199,58 @@ class _Diagnosis:
         watch = Watch(inputs, tensors, self._state.generators(), Findings() if is_first else self.findings)
         refusals = Refusals(self._step, self._state, arguments, inputs, given)
         self.watches.append(watch)
-        with (
-            Inside(self),
-            rehearsing(self._state),
-            torch.compiler.set_stance("force_eager"),
-            contextlib.nullcontext() if is_first else seeming_to_capture(),
-            refusals.before.host_generators.noting_lines(),
-            Functions(watch),
-            recording(watch),
-        ):
-            result = self._step(*given[0], **given[1])
+        drawing = refusals.before.host_generators.noting_lines()
+        with self._as_captured(is_first), drawing, Functions(watch), watch.recording():
+            returned = self._step(*given[0], **given[1])
         watch.find_seeds()
         watch.finish()
         if before is not None:
-            self._add_survivors(before, watch)
+            self.findings.add(_survivors(before, watch))
         try:
-            leaves = flatten(result, refuse_result)[1]
+            flatten(returned, result)
         except TypeError as error:
             cause = str(error).removeprefix("CapturedStep: ")
-            self.findings.add("argument", cause, hook_location(self._step), "return tensors and numbers", key="result")
-            result, leaves = None, None
-        for problem in refusals.problems(watch, result):
+            remedy = "return tensors and numbers"
+            self.findings.add([Problem("argument", cause, remedy, definition_of(self._step), "result")])
+            returned = None
+        for problem in refusals.problems(watch, returned):
             # A plain call may make state. Only the first one shows a mode that each call leaves changed.
             if problem.key == "mode" or not (is_first or (is_second and problem.key == "made")):
-                self._add(problem)
-        return watch, leaves
+                self.findings.add([problem])
+        return watch, returned
 
     def _profile(self, batch: Any) -> None:
         """Run the step without modes: some operators read values inside of C++, and only there."""
-        _, _, (args, kwargs) = self._given(batch)
-        with (
-            Inside(self),
-            rehearsing(self._state),
-            seeming_to_capture(),
-            torch.compiler.set_stance("force_eager"),
-            profiler_legacy.profile() as profile,  # type: ignore[no-untyped-call]
-        ):
+        args, kwargs = self._given(batch)[2]
+        with self._as_captured(), profiler_legacy.profile(with_stack=True) as profile:  # type: ignore[no-untyped-call]
             self._step(*args, **kwargs)
         self.watches[-1].find_reads_in_operators(profile.function_events or ())
 
-    def _add(self, problem: Problem) -> None:
-        key = problem.key or ("" if problem.location else problem.cause)
-        self.findings.add(problem.code, problem.cause, problem.location, problem.remedy, key=key)
-
-    def _add_survivors(self, before: Watch, watch: Watch) -> None:
-        alive = before.survivors()
-        owners = {memory._cdata for memory in watch.reads_of(alive)}
-        for call in watch.calls:
-            for shape, address in zip(call.shapes, call.addresses, strict=False):
-                if watch.owner_of(address) in owners:
-                    self.findings.add(
-                        "unnamed_state",
-                        f"{call.shown} reads a tensor of shape {list(shape)} that the step before made; a graph would "
-                        "read the one of the step that was captured",
-                        call.location,
-                        "keep it in a tensor that exists before the step, write to it with copy_(), and name it in the "
-                        "state; for gradients, pass set_to_none=False to zero_grad()",
-                        key="survivor",
-                    )
-
-    def _add_difference(self, found: Difference) -> None:
-        """Report what differs between two steps."""
-        kind, then, now, (one, other), _ = found
-        values = f"{text_of_number(one)}, then {text_of_number(other)}"
-        if then is None or now is None or kind == "operators":
-            names = ["nothing" if call is None else f"{call.shown} at {call.location}" for call in (then, now)]
-            owners = [call.place.owner for call in (then, now) if call is not None]
-            is_schedule = any(isinstance(owner, torch.optim.lr_scheduler.LRScheduler) for owner in owners)
-            remedy = scheduler_remedy() if is_schedule else None
-            place = next((call.location for call in (then, now) if call is not None), None)
-            self.findings.add("changing_operators", f"one step calls {names[0]}, the next {names[1]}", place, remedy)
-        elif kind == "shapes":
-            self.findings.add("changing_shape", f"{found.shown} gets shapes {values}", then.location)
-        elif kind == "number":
-            self._add_number(found, values)
-        elif found.is_replaced and not self.findings.has_any("unnamed_state", then.location):
-            cause = f"{found.shown} reads a tensor of shape {list(one)} from another memory at each step"
-            self.findings.add("host_copy", cause, then.location, key="memory")
-
-    def _add_number(self, found: Difference, values: str) -> None:
-        assert found.then is not None
-        call, owner = found.then, found.then.place.owner
-        if call.is_backward and values in self._values:
-            return  # of the forward pass
-        self._values.add(values)
-        if owner is None:
-            cause = f"{found.shown} gets the number {values}"
-            self.findings.add("stale_number", cause, call.location, key="number")
-        elif isinstance(owner, torch.optim.Optimizer):  # that the step calls a scheduler is a finding already
-            kind = type(owner).__name__
-            is_on_device = all(group.get("fused") or group.get("capturable") for group in owner.param_groups)
-            is_option = any(f"{kind}.param_groups" in finding.cause for finding in self.findings.found)
-            if (counts_steps(owner) and not is_on_device) or not is_option:
-                cause = f"{kind} computes with its step count as a Python number ({call.shown} gets {values})"
-                self.findings.add("stale_number", cause, call.location, step_count_remedy(owner), key="read")
-
     def _compare_results(self, one: Any, other: Any) -> None:
         """Find numbers and strings in the results that differ. A step that reads tensors has a finding."""
-        if one is None or other is None or any(finding.code == "sync" for finding in self.findings.found):
+        if any(finding.code == "sync" for finding in self.findings.found):
             return
-        for (place, value), (also, now) in zip(one, other, strict=False):
-            is_constant = place == also and isinstance(value, int | float | str) and type(value) is type(now)
-            if is_constant and not same_number(value, now):
-                where = f" in its result{place}" if place else ""
-                cause = f"the step returns {text_of_number(value)}, then {text_of_number(now)}{where}"
+        after = dict(named_leaves(other, result))
+        for place, value in named_leaves(one, result):
+            now = after.get(place)
+            if isinstance(value, int | float | str) and type(value) is type(now) and not same_number(value, now):
+                where = f" in {result(place)}" if place else ""
+                cause = f"the step returns {text_of(value)}, then {text_of(now)}{where}"
                 remedy = "return a tensor of the device, or compute the number outside of the step"
-                self.findings.add("stale_number", cause, hook_location(self._step), remedy, key=place)
+                self.findings.add([Problem("stale_number", cause, remedy, definition_of(self._step), place)])
+
+
+def _survivors(before: Watch, watch: Watch) -> Iterator[Problem]:
+    for call, shape in watch.reads_of(before):
+        cause = f"{call.shown} reads a tensor of shape {list(shape)} that the step before made; a graph would read the "
+        cause += "one of the step that was captured"
+        remedy = "keep it in a tensor that exists before the step, write to it with copy_(), and name it in the state; "
+        remedy += "for gradients, pass set_to_none=False to zero_grad()"
+        yield Problem("unnamed_state", cause, remedy, call.location, "survivor")
 
 
 def _exists_before(item: Item, before: Watch | None) -> bool:
     """True for tensors that a graph may read: those that a step makes for the next one are not."""
     if item.role == "gradient" and before is not None:
-        return not before.has_made(item.value)
+        return not before.makes(memory_of(item.value))
     return item.role != "attribute"

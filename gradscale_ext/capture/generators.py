@@ -33,16 +33,18 @@ class TorchGenerators:
         self._generators = named | {f"generator {index} of the state": one for index, one in enumerate(generators)}
         self.save()
 
+    def _now(self) -> dict[str, torch.Tensor]:
+        return {name: generator.get_state() for name, generator in self._generators.items()}
+
     def save(self) -> None:
         """Save the states anew."""
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # also called while modes are active
-            self._states = {name: generator.get_state() for name, generator in self._generators.items()}
+            self._states = self._now()
 
     def changed(self) -> list[str]:
         """Names of the generators that have drawn numbers, or were set, since."""
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            now = {name: generator.get_state() for name, generator in self._generators.items()}
-            return [name for name, state in now.items() if not torch.equal(state, self._states[name])]
+            return [name for name, state in self._now().items() if not torch.equal(state, self._states[name])]
 
     def restore(self) -> None:
         """Set the generators back."""
@@ -59,26 +61,29 @@ class HostGenerators:
         of_all = {"Python's random": random._inst}
         if numpy is not None:
             of_all["NumPy's random"] = numpy.mtrand._rand
+        self._global = {id(one): name for name, one in of_all.items()}
         kinds = {random.Random, *((numpy.Generator, numpy.RandomState) if numpy is not None else ())}
-        every = [one for one in gc.get_objects() if type(one) in kinds]
-        own = [(_kind(one), one, False) for one in every if all(one is not known for known in of_all.values())]
-        self._generators = [*((name, one, True) for name, one in of_all.items()), *own]
-        self._before = [_state_of(one) for _, one, _ in self._generators]
+        every = [*of_all.values(), *(one for one in gc.get_objects() if type(one) in kinds)]
+        self._generators = list({id(one): one for one in every}.values())
+        self._before = [pickle.dumps(one) for one in self._generators]
         self._now, self._lines = list(self._before), dict[int, Location]()
 
     def drawn(self) -> Iterator[tuple[str, bool, Location | None]]:
         """Name, whether it is a global one, and line for each that has drawn numbers since."""
-        for index, (name, generator, is_global) in enumerate(self._generators):
-            if self._before[index] != _state_of(generator):
-                yield name, is_global, self._lines.get(index)
+        for index, (one, before) in enumerate(zip(self._generators, self._before, strict=True)):
+            if pickle.dumps(one) != before:
+                kind = f"a {type(one).__module__.partition('.')[0]}.{type(one).__name__}"
+                yield self._global.get(id(one), kind), id(one) in self._global, self._lines.get(index)
 
     def restore(self) -> None:
         """Set the global generators back. Another thread may use others."""
-        for (_, generator, is_global), state in zip(self._generators, self._before, strict=True):
-            if is_global and isinstance(generator, random.Random):
-                generator.setstate(state)
-            elif is_global:
-                generator.set_state(pickle.loads(state))
+        for one, before in zip(self._generators, self._before, strict=True):
+            if id(one) in self._global:
+                then = pickle.loads(before)
+                if isinstance(one, random.Random):
+                    one.setstate(then.getstate())
+                else:
+                    one.set_state(then.get_state(legacy=False))
 
     @contextlib.contextmanager
     def noting_lines(self) -> Iterator[None]:
@@ -92,8 +97,8 @@ class HostGenerators:
             nonlocal last
             if frame.f_code.co_filename.startswith(_NOT_TRACED):
                 return None
-            for index, (_, generator, _) in enumerate(self._generators):
-                state = _state_of(generator)
+            for index, generator in enumerate(self._generators):
+                state = pickle.dumps(generator)
                 if state != self._now[index] and last is not None:
                     self._lines.setdefault(index, last)
                 self._now[index] = state
@@ -107,14 +112,3 @@ class HostGenerators:
             yield
         finally:
             sys.settrace(None)
-
-
-def _kind(generator: Any) -> str:
-    return f"a {type(generator).__module__.partition('.')[0]}.{type(generator).__name__}"
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    is_old = hasattr(generator, "get_state")
-    return pickle.dumps(generator.get_state(legacy=False) if is_old else generator.bit_generator.state)

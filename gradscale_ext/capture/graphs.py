@@ -9,31 +9,23 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 
 _WAITS = "called a synchronizing CUDA operation"
 
 
-class Graph:
-    """The work of one captured call."""
-
-    def __init__(self) -> None:
-        """Make an empty graph."""
-        self.graph = torch.cuda.CUDAGraph(keep_graph=True)
-        self._launches: int | None = None
+class Graph(torch.cuda.CUDAGraph):
+    """The work of one captured call. Made with `keep_graph=True`."""
 
     def finish(self) -> None:
         """Count the nodes, and make the graph ready for its first replay."""
         count = ctypes.c_size_t()
         get_nodes = ctypes.CDLL("libcuda.so.1").cuGraphGetNodes
-        failed = get_nodes(ctypes.c_void_p(self.graph.raw_cuda_graph()), None, ctypes.byref(count))
+        failed = get_nodes(ctypes.c_void_p(self.raw_cuda_graph()), None, ctypes.byref(count))
         self._launches = None if failed else count.value
-        self.graph.instantiate()
-
-    def replay(self) -> None:
-        """Do the work again, on the current stream."""
-        self.graph.replay()
+        self.instantiate()
 
     def launches(self) -> int | None:
         """Number of nodes of the graph; None if it is not known."""
@@ -41,12 +33,8 @@ class Graph:
 
     def memory(self) -> int:
         """Bytes that the pool holds, which all graphs of a step share."""
-        snapshot = torch.cuda.memory.memory_snapshot(self.graph.pool())  # type: ignore[no-untyped-call]
+        snapshot = torch.cuda.memory.memory_snapshot(self.pool())  # type: ignore[no-untyped-call]
         return sum(segment["total_size"] for segment in snapshot)
-
-    def reset(self) -> None:
-        """Free the graph."""
-        self.graph.reset()
 
 
 class Graphs:
@@ -72,15 +60,15 @@ class Graphs:
 
     def capture(self, call: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[Graph, Any]:
         """Capture the work of a call; nothing is executed. Returns the graph, and what the call returns."""
-        graph, failure = Graph(), None
+        graph, failure = Graph(keep_graph=True), None
         own = [generator for generator in generators if generator.device.type == "cuda"]
         for generator in own:
-            graph.graph.register_generator_state(generator)
+            graph.register_generator_state(generator)
         current = torch.cuda.current_stream(self._stream.device)
         try:
             # Work of other threads does not end the capture.
             with (
-                torch.cuda.graph(graph.graph, self._pool, self._stream, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
                 _overriding_stale_streams(),
             ):
                 try:
@@ -139,20 +127,6 @@ def graphs_of(device: torch.device) -> Graphs | None:
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """In this context, an attribute of an object, class or module has another value."""
-    has_own, before = name in vars(owner), vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if has_own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
-
-
-@contextlib.contextmanager
 def seeming_to_capture() -> Iterator[None]:
     """In this context, PyTorch answers questions about a capture as during one, also on a CPU."""
 
@@ -162,22 +136,18 @@ def seeming_to_capture() -> Iterator[None]:
 
     was_available = torch.cuda.is_available
     capturing = "_cuda_isCurrentStreamCapturing"
-    # Optimizers that count on the host raise during a capture. Those that are diagnosed have findings instead.
-    checks = "_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check"
-    changes: list[tuple[Any, str, Any]] = [
-        (torch.cuda, "is_available", is_available),
-        (torch._C, capturing, lambda: True),
-        (torch.cuda.graphs, capturing, lambda: True),
-        (torch.cuda.Stream, "is_capturing", lambda stream: True),
-        *(
-            (torch.optim.Optimizer, check, lambda self: None)
-            for check in checks
-            if hasattr(torch.optim.Optimizer, check)
-        ),
-    ]
     with contextlib.ExitStack() as work:
-        for owner, name, answer in changes:
-            work.enter_context(replaced(owner, name, answer))
+        for owner, name, answer in (
+            (torch.cuda, "is_available", is_available),
+            (torch._C, capturing, lambda: True),
+            (torch.cuda.graphs, capturing, lambda: True),
+            (torch.cuda.Stream, "is_capturing", lambda stream: True),
+            # Optimizers that count on the host raise during a capture. Those that are diagnosed have findings instead.
+            (torch.optim.Optimizer, "_cuda_graph_capture_health_check", lambda self: None),
+            (torch.optim.Optimizer, "_accelerator_graph_capture_health_check", lambda self: None),
+        ):
+            if hasattr(owner, name):
+                work.enter_context(mock.patch.object(owner, name, answer))
         yield
 
 

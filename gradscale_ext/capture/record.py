@@ -1,7 +1,6 @@
-"""The calls of PyTorch that a step makes, with their numbers, shapes and memory.
+"""The calls of PyTorch that a step makes, with their numbers, shapes and memory, and how two steps differ in them.
 
-`CapturedStep` compares the records of the captured step and of a plain one, and `diagnose_capture` the records of two
-plain steps.
+`CapturedStep` compares the captured step with a plain one, and `diagnose_capture` compares two plain steps.
 """
 
 from __future__ import annotations
@@ -14,24 +13,24 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _context
 from ..diagnosis import lines
-from ..diagnosis.lines import Location, users_line
-from .graphs import replaced
+from ..diagnosis.lines import Location
+from .problems import Problem, scheduler_remedy, step_count_remedy, text_of
 from .state import memory_of
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(_HERE)) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_SCHEDULER = torch.optim.lr_scheduler.LRScheduler
 _NUMBERS = (int, float, complex, str)
-_CONTAINERS = (list, tuple, dict)
 _MOST = 16
 """Elements of the longest tensor made of a list of numbers that are compared as numbers."""
 #: Operators that write to running statistics, which their schemas do not mark.
@@ -59,12 +58,10 @@ class Place(NamedTuple):
             is_library, of_torch, of_ours = _origin(frame.f_code.co_filename, lines.LIBRARY_PATHS)
             if not is_library:
                 break
-            if of_torch:
-                library = of_torch
-                if library.startswith("optim/"):
-                    own = frame.f_locals.get("self")
-                    owner = own if isinstance(own, torch.optim.Optimizer | _SCHEDULER) else owner
-            is_ours = is_ours or of_ours
+            library, is_ours = of_torch or library, is_ours or of_ours
+            if of_torch.startswith("optim/"):
+                own = frame.f_locals.get("self")
+                owner = own if isinstance(own, torch.optim.Optimizer | LRScheduler) else owner
             frame = frame.f_back
         location = None if frame is None else Location(frame.f_code.co_filename, frame.f_lineno)
         return cls(location, library, is_ours, owner)
@@ -85,15 +82,14 @@ class Call:
     numbers: tuple[Any, ...]
     shapes: tuple[tuple[int, ...], ...]
     place: Place
-    is_backward: bool = False
+    is_backward: bool
+    keys: tuple[int, ...] = ()
+    """For each tensor, its memory; 0 for tensors without their own."""
     addresses: tuple[int, ...] = ()
-    """For each tensor, the address of its first element, or the negative number of the memory that the step made."""
+    """For each tensor, the address of its first element, or the negative number of the memory that the step made; 0 if
+    it may differ between two steps."""
     scalars: tuple[Any, ...] = ()
     """Values of tensors of the host with one element, which kernels get as numbers; None for other tensors."""
-    operands: Sequence[torch.Tensor] = ()
-    """The tensors, while the call is being made."""
-    memories: Sequence[torch.UntypedStorage | None] = ()
-    """Their memory, while the call is being made."""
 
     @property
     def location(self) -> Location | None:
@@ -107,26 +103,50 @@ class Call:
         return name.rpartition(".")[0] or name
 
 
-class Record:
+class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The calls of one step, and the memory that they made, read and wrote to."""
 
     def __init__(self, arguments: Iterable[torch.Tensor], state: Iterable[torch.Tensor] = ()) -> None:
         """Keep the memory of the tensors that the step gets and changes by name."""
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
         self.location: Location | None = None
-        self._arguments = {memory._cdata: memory for memory in map(memory_of, arguments) if memory is not None}
-        self._state = {memory._cdata: memory for memory in map(memory_of, state) if memory is not None}
+        self._arguments, self._state = _memory(arguments), _memory(state)
         self._made: dict[int, tuple[StorageWeakRef, int, Location | None]] = {}
-        self._owners: dict[int, int] = {}
-        """The memory of an address outside of the step's own."""
         self.foreign: dict[int, torch.UntypedStorage] = {}
         """Memory that existed before the step, or that was made unseen. A graph that reads it must keep it."""
-        self.written: dict[int, tuple[torch.UntypedStorage, str, Location | None]] = {}
+        self.written: dict[int, tuple[str, Location | None]] = {}
         """Memory that operators wrote to, with the first one and its line."""
-        self.schedulers: dict[str, Location | None] = {}
-        """Kinds of schedulers that the step calls, with the lines."""
-        self.temporary: set[int] = set()
-        """Foreign memory that nothing else held after the step, such as of compiled code."""
+        self.schedulers: dict[Location | None, str] = {}
+        """Lines on which the step calls schedulers, with the kind of scheduler."""
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the step in this context."""
+
+        def set_attribute(scheduler: LRScheduler, name: str, value: Any) -> None:
+            self.schedulers[lines.users_line()] = type(scheduler).__name__  # one that consists of others comes last
+            object.__setattr__(scheduler, name, value)
+
+        patch = mock.patch.object(LRScheduler, "__setattr__", set_attribute)
+        with _context.showing_operators(), patch, self:
+            yield
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled modules stay compiled."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "profiler":
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            call = self.before(func, args, kwargs)
+        result = func(*args, **kwargs)
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            self.after(call, func, args, kwargs, result)
+        return result
 
     def call(self, name: str, leaves: list[Any]) -> Call:
         """A call that is about to be made, with the leaves of its arguments."""
@@ -135,215 +155,140 @@ class Record:
         if place.location is None:
             place = place._replace(location=self.location)
         numbers = tuple([leaf for leaf in leaves if isinstance(leaf, _NUMBERS)])
-        operands = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        is_backward = torch._C._current_graph_task_id() != -1
-        return Call(name, numbers, tuple([x.shape for x in operands]), place, is_backward, operands=operands)
+        shapes = tuple([leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        return Call(name, numbers, shapes, place, is_backward=torch._C._current_graph_task_id() != -1)
 
-    def note(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def before(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Note a call of an operator that is about to be made."""
-        call = self.call(_name_of(operator), leaves_in((*args, *kwargs.values())))
-        call.memories = [memory_of(tensor) for tensor in call.operands]
+        leaves = leaves_in([*args, *kwargs.values()])
+        call = self.call(_name_of(operator), leaves)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        memories = [memory_of(tensor) for tensor in tensors]
         if call.name == "aten.lift_fresh.default":  # what numbers of the host have become
-            (made,) = call.operands
+            (made,) = tensors
             if made.numel() <= _MOST and not made.is_meta:
                 call.numbers += tuple(made.flatten().tolist())
-            self._add_made(call.memories)
-        call.addresses = tuple(map(self._address, call.operands, call.memories))
-        call.scalars = tuple(map(_scalar, call.operands, call.memories))
+            self._add_made(memories)
+        call.keys = tuple([0 if memory is None else memory._cdata for memory in memories])
+        call.addresses = tuple(map(self._address, tensors, memories))
+        call.scalars = tuple(map(_scalar, tensors, memories))
         self.calls.append(call)
-        if _written_arguments(operator):
-            for memory in map(memory_of, written_by(operator, args, kwargs)):
-                if memory is not None and not self.makes(memory):
-                    self.note_write(memory, call)
+        given = [args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(operator)]
+        for memory in _memory(leaves_in(given)).values() if given else ():
+            if not self.makes(memory):
+                self.note_write(memory, call)
         return call
+
+    def after(self, call: Call, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Note the memory that a call made, which its operands do not have."""
+        self._add_made(own for own in _memory(leaves_in([result])).values() if own._cdata not in call.keys)
 
     def note_write(self, memory: torch.UntypedStorage, call: Call) -> None:
         """Note a write to memory that the step did not make."""
-        self.written.setdefault(memory._cdata, (memory, call.shown, call.location))
-
-    def note_result(self, call: Call, result: Any) -> None:
-        """Note the memory that a call made, which its operands do not have."""
-        before = {own._cdata for own in call.memories if own is not None}
-        made = map(memory_of, tensors_in(result))
-        self._add_made(own for own in made if own is not None and own._cdata not in before)
-        call.operands = call.memories = ()
+        self.written.setdefault(memory._cdata, (call.shown, call.location))
 
     def _add_made(self, memories: Iterable[torch.UntypedStorage | None]) -> None:
         for memory in memories:
             if memory is not None and (key := memory._cdata) not in self._state and key not in self._arguments:
                 self._made[key] = StorageWeakRef(memory), len(self._made) + 1, self.location  # type: ignore[no-untyped-call]
 
-    def makes(self, memory: torch.UntypedStorage) -> bool:
+    def makes(self, memory: torch.UntypedStorage | None) -> bool:
         """True if the step has made the memory."""
-        found = self._made.get(memory._cdata)
-        return found is not None and not found[0].expired()  # type: ignore[no-untyped-call]
+        return memory is not None and self._has_made(memory._cdata)
+
+    def _has_made(self, key: int) -> bool:
+        return key in self._made and not self._made[key][0].expired()  # type: ignore[no-untyped-call]
 
     def _address(self, tensor: torch.Tensor, memory: torch.UntypedStorage | None) -> int:
-        if memory is None or (key := memory._cdata) in self._arguments or not tensor.numel():
+        if memory is None or memory._cdata in self._arguments or not tensor.numel():
             return 0
         if self.makes(memory):
-            return -self._made[key][1]
-        address = tensor.data_ptr()
-        if key not in self._state:
-            self.foreign[key] = memory
-            self._owners[address] = key
-        return address
-
-    def owner_of(self, address: int) -> int | None:
-        """The foreign memory of an address; None if it is not foreign."""
-        return self._owners.get(address)
-
-    def is_temporary(self, address: int) -> bool:
-        """True if an address is of memory that the step made unseen."""
-        return self.owner_of(address) in self.temporary
-
-    def add_written(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note memory that operators wrote to without saying so."""
-        for memory in map(memory_of, tensors):
-            if memory is not None:
-                self.written.setdefault(memory._cdata, (memory, "", None))
+            return -self._made[memory._cdata][1]
+        if memory._cdata not in self._state:
+            self.foreign[memory._cdata] = memory
+        return tensor.data_ptr()
 
     def finish(self) -> None:
-        """Find out which memory was made unseen. Call this after the step, when its frames have gone."""
-        for key, memory in self.foreign.items():
-            if torch._C._storage_Use_Count(memory._cdata) <= 1:
-                self.temporary.add(key)
+        """Forget memory that was made unseen, as by compiled code, and that nothing else holds after the step. Call
+        this when the frames of the step have gone."""
+        unseen = {key for key, memory in self.foreign.items() if torch._C._storage_Use_Count(memory._cdata) <= 1}
+        for call in self.calls:
+            if not unseen.isdisjoint(call.keys):
+                pairs = zip(call.keys, call.addresses, strict=True)
+                call.addresses = tuple([0 if key in unseen else address for key, address in pairs])
+        self.written = {key: found for key, found in self.written.items() if key not in unseen}
 
-    def survivors(self) -> dict[int, StorageWeakRef]:
-        """Memory that the step made and that still exists."""
-        found = {key: reference for key, (reference, *_) in self._made.items()}
-        return {key: one for key, one in found.items() if not one.expired()}  # type: ignore[no-untyped-call]
-
-    def reads_of(self, memory: dict[int, StorageWeakRef]) -> list[torch.UntypedStorage]:
-        """Foreign memory of this step that another one made."""
-        return [
-            own
-            for key, own in self.foreign.items()
-            if key in memory and not memory[key].expired()  # type: ignore[no-untyped-call]
-        ]
+    def reads_of(self, other: Record) -> list[tuple[Call, tuple[int, ...]]]:
+        """Calls that read memory which another step made and something has kept, with the shapes of these tensors."""
+        kept = {key for key in self.foreign if other._has_made(key)}
+        operands = ((call, *pair) for call in self.calls for pair in zip(call.keys, call.shapes, strict=False))
+        return [(call, shape) for call, key, shape in operands if key in kept]
 
     def line_that_made(self, memory: torch.UntypedStorage) -> Location | None:
         """The line on which the step made memory."""
         return self._made[memory._cdata][2] if self.makes(memory) else None
 
-    def written_arguments(self) -> set[int]:
-        """Keys of the arguments' memory that the step wrote to."""
-        return self._arguments.keys() & self.written.keys()
-
     def written_elsewhere(self) -> list[tuple[str, Location | None]]:
         """Operators that wrote to memory that is neither an argument nor part of the state, and their lines."""
-        known = {*self._arguments, *self._state, *self.temporary}
-        return [(name, line) for key, (_, name, line) in self.written.items() if key not in known]
+        return [self.written[key] for key in self.written.keys() - self._arguments.keys() - self._state.keys()]
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Fills a record with the calls of a step. Compiled modules stay compiled."""
-
-    def __init__(self, record: Record) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._record = record
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile work in this mode."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func.namespace == "profiler":
-            return func(*args, **kwargs)
-        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            call = self._record.note(func, args, kwargs)
-        result = func(*args, **kwargs)
-        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            self._record.note_result(call, result)
-        return result
+def leaves_in(values: Iterable[Any]) -> list[Any]:
+    """The values, and in the place of lists, tuples and dicts what is in them."""
+    leaves: list[Any] = []
+    for value in values:
+        if isinstance(value, list | tuple | dict):
+            leaves += leaves_in(value.values() if isinstance(value, dict) else value)
+        else:
+            leaves.append(value)
+    return leaves
 
 
-@contextlib.contextmanager
-def recording(record: Record) -> Iterator[None]:
-    """Record the operators in this context."""
-    with _context.showing_operators(), _noting_schedulers(record), Recorder(record):
-        yield
+def _memory(tensors: Iterable[Any]) -> dict[int, torch.UntypedStorage]:
+    """The memory of the tensors among values."""
+    found = [memory_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    return {memory._cdata: memory for memory in found if memory is not None}
 
 
-@contextlib.contextmanager
-def _noting_schedulers(record: Record) -> Iterator[None]:
-    def noting(call: Any) -> Any:
-        def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-            if not (line := users_line()) or line not in record.schedulers.values():  # not a part of another scheduler
-                record.schedulers.setdefault(type(scheduler).__name__, line)
-            return call(scheduler, *args, **kwargs)
-
-        return step
-
-    left, kinds = [_SCHEDULER], set[Any]()
-    while left:
-        kinds.add(kind := left.pop())
-        left += kind.__subclasses__()
-    with contextlib.ExitStack() as work:
-        for kind in kinds:
-            if "step" in vars(kind):
-                work.enter_context(replaced(kind, "step", noting(kind.step)))
-        yield
+_name_of = functools.cache(str)
 
 
-class Difference(NamedTuple):
-    """A call that differs between two steps."""
-
-    kind: Literal["operators", "shapes", "number", "memory"]
-    then: Call | None
-    now: Call | None
-    values: tuple[Any, Any] = (None, None)
-    is_replaced: bool = False
-    """True if a tensor from before the first step has become another one from before the second."""
-
-    @property
-    def shown(self) -> str:
-        """The name of the operator."""
-        call = self.then or self.now
-        return "" if call is None else call.shown
-
-    @property
-    def location(self) -> Location | None:
-        """The line in the second step, if it makes the call."""
-        call = self.now or self.then
-        return None if call is None else call.location
+@functools.cache
+def _written_arguments(operator: Any) -> tuple[tuple[int, str], ...]:
+    arguments = operator._schema.arguments
+    if operator._schema.name in _WRITE_STATISTICS:
+        return tuple((i, a.name) for i, a in enumerate(arguments) if a.name in ("running_mean", "running_var"))
+    return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
 
 
-def differences(then: Record, now: Record, device: torch.device) -> Iterator[Difference]:
-    """The differences between two steps, in the order of the calls."""
+def _scalar(tensor: torch.Tensor, memory: torch.UntypedStorage | None) -> Any:
+    return None if memory is None or tensor.dim() or tensor.device.type != "cpu" else tensor.item()
+
+
+# ---- How two steps differ --------------------------------------------------------------------------------------------
+
+
+def differences(then: Record, now: Record, device: torch.device) -> Iterator[Problem]:
+    """The differences between two steps, in the order of the calls, with what they were in each step.
+
+    The key of a problem with memory is "replaced" if a tensor from before the first step has become another one from
+    before the second."""
     has_other_shapes = False
+    seen: set[str] = set()
     for one, other in _pairs(then.calls, now.calls):
         if one is None or other is None or one.name != other.name:
-            yield Difference("operators", one, other)
+            yield _different_operators(one, other)
         elif one.shapes != other.shapes:
             if not has_other_shapes:
-                yield Difference("shapes", one, other, (one.shapes, other.shapes))
+                cause = f"{one.shown} gets shapes {text_of(one.shapes)}, then {text_of(other.shapes)}"
+                yield Problem("changing_shape", cause, location=other.location)
             has_other_shapes = True
         else:
-            yield from _different_numbers(one, other, has_other_shapes)
-            yield from _different_operands(one, other, then, now, device.type == "cpu")
+            yield from _different_numbers(one, other, has_other_shapes, seen)
+            yield from _different_operands(one, other, device.type == "cpu", seen)
 
 
-def difference_text(found: Difference) -> str:
-    """Say how a plain step differs from the one that was captured."""
-    kind, then, now, (one, other), _ = found
-    if then is None:
-        return f"only the step calls {found.shown}"
-    if now is None:
-        return f"only the captured step calls {found.shown}"
-    if kind == "operators":
-        was = f"{then.shown} at {then.location}" if then.location else then.shown
-        return f"the step calls {now.shown}, but the captured step called {was}"
-    if kind == "shapes":
-        return f"{found.shown} gets shapes {other}, but the graph has {one}"
-    if kind == "number":
-        return f"{found.shown} gets the number {text_of_number(other)}, but the graph keeps {text_of_number(one)}"
-    return f"{found.shown} reads a tensor of shape {list(one)} from another memory"
-
-
-def _pairs(first: list[Call], second: list[Call]) -> Iterator[tuple[Call | None, Call | None]]:
+def _pairs(first: Sequence[Call], second: Sequence[Call]) -> Iterator[tuple[Call | None, Call | None]]:
     """Calls at the same places of two steps: the beginnings and ends of the sequences, as far as they are equal, and
     between them the first calls that differ."""
     shorter, begin, end = min(len(first), len(second)), 0, 0
@@ -359,21 +304,50 @@ def _pairs(first: list[Call], second: list[Call]) -> Iterator[tuple[Call | None,
         yield from zip(first[-end:], second[-end:], strict=True)
 
 
-def _different_numbers(one: Call, other: Call, has_other_shapes: bool) -> Iterator[Difference]:
-    for values in zip(one.numbers, other.numbers, strict=False):
-        if not same_number(*values) and not (has_other_shapes and isinstance(values[0], int)):
-            yield Difference("number", one, other, values)
+def _different_operators(one: Call | None, other: Call | None) -> Problem:
+    calls = [call for call in (one, other) if call is not None]
+    names = ["nothing" if call is None else f"{call.shown} at {call.location}" for call in (one, other)]
+    remedy = scheduler_remedy() if any(isinstance(call.place.owner, LRScheduler) for call in calls) else ""
+    cause = f"one step calls {names[0]}, the next {names[1]}"
+    return Problem("changing_operators", cause, remedy, calls[0].location, key="operators")
+
+
+def _different_numbers(one: Call, other: Call, has_other_shapes: bool, seen: set[str]) -> Iterator[Problem]:
+    for then, now in zip(one.numbers, other.numbers, strict=False):
+        if not same_number(then, now) and not (has_other_shapes and isinstance(then, int)):
+            yield from _different_number(other, then, now, seen)
             return
 
 
-def _different_operands(one: Call, other: Call, then: Record, now: Record, is_host: bool) -> Iterator[Difference]:
-    for index, (before, after) in enumerate(zip(one.addresses, other.addresses, strict=True)):
-        values = one.scalars[index], other.scalars[index]
-        if None not in values and (not is_host or before > 0 < after != before):
-            if not same_number(*values):
-                yield Difference("number", one, other, values)
-        elif before and after and before != after and not then.is_temporary(before) and not now.is_temporary(after):
-            yield Difference("memory", one, other, (one.shapes[index],) * 2, before > 0 < after)
+def _different_operands(one: Call, other: Call, is_host: bool, seen: set[str]) -> Iterator[Problem]:
+    for shape, before, after, then, now in zip(
+        one.shapes, one.addresses, other.addresses, one.scalars, other.scalars, strict=False
+    ):
+        is_replaced = before > 0 < after != before
+        # On a CPU, tensors of the host that stay where they are may be written to.
+        if None not in (then, now) and (not is_host or is_replaced):
+            if not same_number(then, now):
+                yield from _different_number(other, then, now, seen)
+        elif before and after and before != after:
+            cause = f"{one.shown} reads a tensor of shape {list(shape)} from another memory at each step"
+            key = "replaced" if is_replaced else "memory"
+            yield Problem("host_copy", cause, location=other.location, key=key)
+
+
+def _different_number(call: Call, then: Any, now: Any, seen: set[str]) -> Iterator[Problem]:
+    """Nothing for a number in the backward pass that was seen in the forward pass, and for a scheduler, which has a
+    problem of its own. The key is "option" if a number in the parameter groups may be the cause."""
+    values, owner = f"{text_of(then)}, then {text_of(now)}", call.place.owner
+    if isinstance(owner, LRScheduler) or (call.is_backward and values in seen):
+        return
+    seen.add(values)
+    cause, remedy, key = f"{call.shown} gets the number {values}", "", "number"
+    if isinstance(owner, torch.optim.Optimizer):
+        is_on_device = all(group.get("fused") or group.get("capturable") for group in owner.param_groups)
+        counts = any("step" in state for state in owner.state.values() if isinstance(state, dict))
+        cause = f"{type(owner).__name__} computes with its step count as a Python number ({call.shown} gets {values})"
+        remedy, key = step_count_remedy(owner), "read" if counts and not is_on_device else "option"
+    yield Problem("stale_number", cause, remedy, call.location, key)
 
 
 def same_number(one: Any, other: Any) -> bool:
@@ -381,51 +355,3 @@ def same_number(one: Any, other: Any) -> bool:
     if isinstance(one, float) and isinstance(other, float) and math.isnan(one) and math.isnan(other):
         return True
     return bool(one == other)
-
-
-def text_of_number(value: Any) -> str:
-    """A number, or a tuple of numbers, in a message."""
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, tuple):
-        return "[" + ", ".join(map(text_of_number, value)) + "]"
-    return repr(value)
-
-
-def leaves_in(value: Any) -> list[Any]:
-    """The leaves of the arguments of an operator."""
-    if not isinstance(value, _CONTAINERS):
-        return [value]
-    leaves: list[Any] = []
-    for item in value.values() if isinstance(value, dict) else value:
-        if isinstance(item, _CONTAINERS):
-            leaves += leaves_in(item)
-        else:
-            leaves.append(item)
-    return leaves
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors among them."""
-    return [leaf for leaf in leaves_in(value) if isinstance(leaf, torch.Tensor)]
-
-
-_name_of = functools.cache(str)
-
-
-@functools.cache
-def _written_arguments(operator: Any) -> tuple[tuple[int, str], ...]:
-    arguments = operator._schema.arguments
-    if operator._schema.name in _WRITE_STATISTICS:
-        return tuple((i, a.name) for i, a in enumerate(arguments) if a.name in ("running_mean", "running_var"))
-    return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
-
-
-def written_by(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Tensors that an operator writes to."""
-    given = [args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(operator)]
-    return tensors_in(given)
-
-
-def _scalar(tensor: torch.Tensor, memory: torch.UntypedStorage | None) -> Any:
-    return None if memory is None or tensor.dim() or tensor.device.type != "cpu" else tensor.item()

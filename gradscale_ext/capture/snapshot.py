@@ -10,13 +10,13 @@ import torch
 
 from .contents import Contents
 from .generators import HostGenerators
-from .state import Item, Role, State, memory_of
+from .state import Item, Role, State, hooks_of_tensor, memory_of
 
 Kind = Literal["number", "rate", "flag", "hook", "identity", "gradient", "ignored"]
 """A number or tensor in `param_groups`; `training` or `requires_grad`; hooks; which objects a container holds, or the
 memory of a tensor; whether a parameter has a gradient; something that no guard looks at."""
 NUMBERS = (Number, str)
-SIZE = object()
+_NOTHING = object()
 """In place of what is not in a container."""
 
 
@@ -33,7 +33,13 @@ class Change(NamedTuple):
     @property
     def is_of_a_number(self) -> bool:
         """True if a number or string has become another one."""
-        return type(self.before) is type(self.now) and (isinstance(self.now, NUMBERS) or is_numeric(self.now))
+        return type(self.before) is type(self.now) and (isinstance(self.now, NUMBERS) or _is_numeric(self.now))
+
+    def __str__(self) -> str:
+        if not self.is_of_a_number:
+            return self.name
+        before, now = (f"{x:.6g}" if isinstance(x, float) else repr(x) for x in (self.before, self.now))
+        return f"{self.name} ({before}, then {now})"
 
 
 def kind_of(role: Role, key: Any, value: Any) -> Kind:
@@ -72,11 +78,38 @@ class SavedTensor(NamedTuple):
     num_hooks: int
     layout: tuple[Any, ...] | None
 
+    @classmethod
+    def of(cls, item: Item) -> SavedTensor:
+        """Save a tensor, without its contents."""
+        tensor = item.value
+        gradient = tensor.grad if tensor.is_leaf else None
+        versions = 0 if gradient is None else gradient._version, 0 if tensor.is_inference() else tensor._version
+        alias, hooks = tensor.detach(), len(hooks_of_tensor(tensor))
+        return cls(item, alias, gradient, *versions, tensor.requires_grad, hooks, _layout_of(tensor))
+
     @property
     def is_written(self) -> bool:
         """True if PyTorch has counted a write to it since."""
         tensor = self.item.value
         return not tensor.is_inference() and tensor._version != self.version
+
+    def changes(self) -> Iterator[Change]:
+        """What has changed, apart from the contents and the gradient."""
+        name, tensor = self.item.name, self.item.value
+        if tensor.requires_grad != self.requires_grad:
+            yield Change("flag", f"{name}.requires_grad", self.requires_grad, tensor.requires_grad)
+        if _layout_of(tensor) != self.layout or len(hooks_of_tensor(tensor)) != self.num_hooks:
+            yield Change("identity", name, None, None)
+
+    def restore(self) -> None:
+        """Put back everything except the contents."""
+        tensor = self.item.value
+        if _layout_of(tensor) != self.layout:
+            tensor.data = self.alias
+        if tensor.is_leaf and tensor.requires_grad != self.requires_grad:
+            tensor.requires_grad_(self.requires_grad)
+        if tensor.is_leaf and tensor.grad is not self.gradient:
+            tensor.grad = self.gradient
 
 
 class Snapshot:
@@ -86,15 +119,21 @@ class Snapshot:
         """Copy everything, or of tensors only those contents that are wanted."""
         items = list(state.walk())
         self.containers = [(item, item.pairs()) for item in items if isinstance(item.value, dict | list)]
-        self.tensors = [_saved(item) for item in items if isinstance(item.value, torch.Tensor)]
+        self.tensors = [SavedTensor.of(item) for item in items if isinstance(item.value, torch.Tensor)]
         own = (saved.item for saved in self.tensors if saved.item.role != "gradient")
         self.contents = Contents(filter(is_copied, own), state.generators())
         self.memory = {memory._cdata for saved in self.tensors if (memory := memory_of(saved.alias)) is not None}
         self.host_generators = HostGenerators()
 
+    def kept(self, *roles: Role) -> list[SavedTensor]:
+        """The tensors that have one of the roles."""
+        return [saved for saved in self.tensors if saved.item.role in roles]
+
     def changes(self) -> Iterator[Change]:
-        """What containers hold that has changed since."""
-        return changes_of(self.containers)
+        """What has changed since, apart from contents and gradients."""
+        yield from changes_of(self.containers)
+        for saved in self.kept("kept", "optimizer"):
+            yield from saved.changes()
 
     def gradients(self) -> list[Gradient]:
         """The gradients then and now of tensors that may have one. Frozen ones may, from before they were frozen."""
@@ -110,15 +149,17 @@ class Snapshot:
     def restore(self) -> None:
         """Put the state back: the same objects, with the contents that they had."""
         for item, pairs in self.containers:
-            _refill(item, pairs)
+            now = item.pairs()
+            if len(now) != len(pairs) or any(
+                a is not c or b is not d for (a, b), (c, d) in zip(now, pairs, strict=True)
+            ):
+                item.value.clear()
+                if isinstance(item.value, dict):
+                    item.value.update(pairs)
+                else:
+                    item.value.extend(value for _, value in pairs)
         for saved in self.tensors:
-            tensor = saved.item.value
-            if layout_of(tensor) != saved.layout:
-                tensor.data = saved.alias
-            if tensor.is_leaf and tensor.requires_grad != saved.requires_grad:
-                tensor.requires_grad_(saved.requires_grad)
-            if tensor.is_leaf and tensor.grad is not saved.gradient:
-                tensor.grad = saved.gradient
+            saved.restore()
         self.contents.restore()
         self.host_generators.restore()
 
@@ -128,35 +169,21 @@ def changes_of(containers: list[tuple[Item, list[tuple[Any, Any]]]]) -> Iterator
     for item, pairs in containers:
         then, now = dict(pairs), dict(item.pairs())
         for key in {**then, **now}:
-            before, after = then.get(key, SIZE), now.get(key, SIZE)
+            before, after = then.get(key, _NOTHING), now.get(key, _NOTHING)
             if not is_same(before, after):
-                kind = kind_of(item.role, key, before if after is SIZE else after)
+                kind = kind_of(item.role, key, before if after is _NOTHING else after)
                 yield Change(kind, item.place(key), before, after, item, key)
                 if type(before) is type(after) in (dict, list):
                     inner = Item(item.place(key), after, "kept" if item.role == "options" else item.role)
                     yield from changes_of([(inner, inner._replace(value=before).pairs())])
 
 
-def num_hooks(tensor: torch.Tensor) -> int:
-    """The number of hooks on a tensor."""
-    return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
-
-
-def _saved(item: Item) -> SavedTensor:
-    tensor = item.value
-    gradient = tensor.grad if tensor.is_leaf else None
-    versions = 0 if gradient is None else gradient._version, 0 if tensor.is_inference() else tensor._version
-    return SavedTensor(
-        item, tensor.detach(), gradient, *versions, tensor.requires_grad, num_hooks(tensor), layout_of(tensor)
-    )
-
-
-def layout_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """The memory of a tensor, and how its elements are in it; None without memory of its own."""
     memory = memory_of(tensor)
     if memory is None:
         return None
-    return memory._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    return memory._cdata, memory.data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def is_same(before: Any, after: Any) -> bool:
@@ -169,17 +196,6 @@ def is_same(before: Any, after: Any) -> bool:
     return is_nan or (isinstance(before, NUMBERS) and bool(before == after))
 
 
-def is_numeric(value: Any) -> bool:
+def _is_numeric(value: Any) -> bool:
     """True for numbers, and tuples of them."""
-    return isinstance(value, Number) or (isinstance(value, tuple) and bool(value) and all(map(is_numeric, value)))
-
-
-def _refill(item: Item, pairs: list[tuple[Any, Any]]) -> None:
-    container, now = item.value, item.pairs()
-    if len(now) == len(pairs) and all(a is c and b is d for (a, b), (c, d) in zip(now, pairs, strict=True)):
-        return
-    if isinstance(container, dict):
-        container.clear()
-        container.update(pairs)
-    else:
-        container[:] = [value for _, value in pairs]
+    return isinstance(value, Number) or (isinstance(value, tuple) and bool(value) and all(map(_is_numeric, value)))

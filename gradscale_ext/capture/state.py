@@ -62,29 +62,11 @@ class State:
 
     def __init__(self, function: str, given: tuple[Any, ...]) -> None:
         """Collect the objects from nested lists, tuples and dicts. Raises TypeError for other types."""
-        roots: list[Any] = []
         self._containers: list[Item] = []
-        left = [(f"state[{index}]", value, False) for index, value in reversed(list(enumerate(given)))]
-        while left:
-            place, value, is_held = left.pop()
-            if isinstance(value, torch.Tensor | torch.Generator) or _is_stateful(value):
-                # A list or dict may hold another tensor later.
-                is_new = not any(value is root for root in roots)
-                if is_new and not (is_held and isinstance(value, torch.Tensor)):
-                    roots.append(value)
-                    left += [(place, held, False) for held in _updaters_in(value)]
-            elif isinstance(value, list | tuple | Mapping):
-                if isinstance(value, list | dict):
-                    self._containers.append(Item(place, value, "kept"))
-                is_held = isinstance(value, list | dict) or (is_held and isinstance(value, tuple))
-                pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
-                left += [(f"{place}[{key!r}]", item, is_held) for key, item in reversed(list(pairs))]
-            else:
-                raise TypeError(
-                    f"{function}: state must be modules, optimizers, schedulers, tensors or torch.Generators, or "
-                    f"lists, tuples and dicts of them, but {place} is of type {type(value).__name__}"
-                    + ("; name the object that it belongs to" if callable(value) else "")
-                )
+        found = [
+            root for index, value in enumerate(given) for root in self._roots_in(value, f"state[{index}]", function)
+        ]
+        roots = list({id(root): root for root in found}.values())
         # Modules come first, because the state of an optimizer is named after the parameters.
         roots.sort(key=lambda root: not isinstance(root, torch.nn.Module))
         kinds = [type(root).__name__ for root in roots]
@@ -92,6 +74,24 @@ class State:
             kind if kinds.count(kind) == 1 else f"{kind}[{kinds[:index].count(kind)}]": root
             for index, (kind, root) in enumerate(zip(kinds, roots, strict=True))
         }
+
+    def _roots_in(self, value: Any, place: str, function: str, is_held: bool = False) -> Iterator[Any]:
+        if isinstance(value, torch.Tensor | torch.Generator) or _is_stateful(value):
+            if not (is_held and isinstance(value, torch.Tensor)):  # a list or dict may hold another tensor later
+                yield value
+                yield from _updaters_in(value)
+        elif isinstance(value, list | tuple | Mapping):
+            if isinstance(value, list | dict):
+                self._containers.append(Item(place, value, "kept"))
+            is_held = isinstance(value, list | dict) or (is_held and isinstance(value, tuple))
+            for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+                yield from self._roots_in(item, f"{place}[{key!r}]", function, is_held)
+        else:
+            raise TypeError(
+                f"{function}: state must be modules, optimizers, schedulers, tensors or torch.Generators, or lists, "
+                f"tuples and dicts of them, but {place} is of type {type(value).__name__}"
+                + ("; name the object that it belongs to" if callable(value) else "")
+            )
 
     def walk(self) -> Iterator[Item]:
         """Everything that the objects hold, each once."""
@@ -134,6 +134,14 @@ class State:
                 found[name] = optimizer
         return found
 
+    def optimizer_of(self, name: str) -> torch.optim.Optimizer | None:
+        """The optimizer whose state or groups have something of this name in messages; None if there is none."""
+        return self.optimizers().get(name.partition(".")[0])
+
+    def is_scheduler(self, name: str) -> bool:
+        """True if something of this name is of a scheduler."""
+        return not isinstance(self.roots.get(name.partition(".")[0]), torch.optim.Optimizer | torch.amp.GradScaler)
+
     def uninitialized(self) -> str:
         """The name of a parameter of a lazy module that has not run yet; empty if there is none."""
         return next((name for name, tensor, *_ in self.tensors("kept") if torch.nn.parameter.is_lazy(tensor)), "")
@@ -164,6 +172,12 @@ def hooks_of_all() -> Iterator[tuple[str, dict[int, Any]]]:
     """Hooks that are not of a single module or optimizer, each with the name of what it is on."""
     for name, library, attributes in _HOOKS_OF_ALL:
         yield from ((name, vars(library)[attribute]) for attribute in attributes if attribute in vars(library))
+
+
+def hooks_of_tensor(tensor: torch.Tensor) -> list[Any]:
+    """The hooks on a tensor."""
+    after_accumulation = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
+    return [*(tensor._backward_hooks or {}).values(), *after_accumulation.values()]
 
 
 def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:

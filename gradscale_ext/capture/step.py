@@ -7,16 +7,17 @@ import copy
 import functools
 import math
 import threading
+import traceback
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from .. import _context, _numbers
-from ..diagnosis.lines import Location, users_line
+from ..diagnosis.lines import LIBRARY_PATHS, Location, users_line
 from ..monitor._kept import Rehearsal
 from ..monitor.monitor import GradientMonitor
 from . import graphs
@@ -25,34 +26,23 @@ from .arguments import (
     Form,
     each_tensor,
     flatten,
-    integer,
     like,
     read,
-    refuse_result,
-    text_of,
+    result,
+    text_of_form,
     what_changes,
 )
 from .audit import AuditInfo, GraphInfo, beyond_noise, compare, is_written, next_audit
-from .checks import (
-    Refusals,
-    changed_argument,
-    changed_option,
-    hook_problems,
-    is_of_step,
-    kept_graph_problems,
-    location_of,
-    mark_kept_graphs,
-)
+from .checks import Refusals, changed_argument, changed_option, hook_problems, kept_graph_problems, mark_kept_graphs
 from .contents import Contents
 from .diagnosis import diagnose_capture
 from .guards import Guards
-from .hooks import Inside, is_inside_another, rehearsing, watching_mode
-from .record import Record, difference_text, differences, recording
-from .state import Item, State, with_gradients
+from .hooks import rehearsing, running
+from .record import Record, differences
+from .state import Item, State, memory_of, with_gradients
 
 _FORMS_PER_GRAPH = 4
 """How many forms of arguments, for each graph that is allowed, are remembered until they come again."""
-
 
 _OFTEN = 3
 """How often something may be replaced between the calls without a warning."""
@@ -61,28 +51,9 @@ _OFTEN = 3
 class _Refused(RuntimeError):
     """A call that no graph can make. If the step has run already, with its result."""
 
-    result: tuple[Any, ...] = ()
-
-
-class _Running(Inside):
-    """The context of a call. Raises RuntimeError for another call in it, and for what no graph can do."""
-
-    def __init__(self, owner: CapturedStep) -> None:
-        super().__init__(owner)
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                "CapturedStep: the step is already running, in another thread or because it calls itself"
-            )
-        super().__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__()
-        self._lock.release()
-        if isinstance(error := raised[1], _Refused):
-            raise RuntimeError(str(error)) from error.__cause__
+    def __init__(self, reason: object, *results: Any) -> None:
+        super().__init__(f"CapturedStep: {reason}")
+        self.results = results
 
 
 @dataclass
@@ -196,10 +167,10 @@ class CapturedStep:
             raise ValueError(f"CapturedStep: hooks must be 'raise' or 'ignore', but it is {hooks!r}")
         _numbers.check_flag("CapturedStep: copy_outputs", copy_outputs)
         options = {
-            "warmup": integer("warmup", warmup, 1),
-            "verify": integer("verify", verify, 0),
-            "audit": integer("audit", audit, 0),
-            "max_graphs": integer("max_graphs", max_graphs, 1),
+            "warmup": _numbers.integer("CapturedStep: warmup", warmup, 1),
+            "verify": _numbers.integer("CapturedStep: verify", verify, 0),
+            "audit": _numbers.integer("CapturedStep: audit", audit, 0),
+            "max_graphs": _numbers.integer("CapturedStep: max_graphs", max_graphs, 1),
             "copy_outputs": copy_outputs,
             "fallback": fallback,
             "hooks": hooks,
@@ -217,7 +188,7 @@ class CapturedStep:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._step, self._given, self._options = state["step"], state["given"], state["options"]
-        self._running = _Running(self)
+        self._lock = threading.Lock()
         self._num_plain = 0
         self._known: dict[Form, Any] = {}
         """By form of arguments: what had changed at the last plain call, compared with the newest graph."""
@@ -255,7 +226,7 @@ class CapturedStep:
     def graphs(self) -> list[GraphInfo]:
         """For each graph `signature` (shapes and dtypes of the arguments, and the constants), `launches` (kernels,
         copies and fills of a replay; None if not known) and `memory` (bytes of the pool, which all graphs share)."""
-        return [GraphInfo(text_of(one.form), one.graph.launches(), one.graph.memory()) for one in self._captured]
+        return [GraphInfo(text_of_form(one.form), one.graph.launches(), one.graph.memory()) for one in self._captured]
 
     @property
     def audits(self) -> list[AuditInfo]:
@@ -284,13 +255,13 @@ class CapturedStep:
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Make one learner step. Inside of another captured step, this becomes a part of the other one's graph."""
-        if self._maker is None or is_inside_another(self):
+        if self._maker is None or running.owner not in (None, self):
             return self._step(*args, **kwargs)
         return self._by_graph(args, kwargs)
 
     @_context.in_eager_mode("CapturedStep: call it outside of a function with fullgraph=True, and compile its modules")
     def _by_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._running:
+        with self._running():
             arguments = read(args, kwargs, self._device)
             try:
                 return self._call(arguments)
@@ -300,39 +271,55 @@ class CapturedStep:
                 _warn(f"{error}\nfallback='eager': from now on the step is called as it is.")
                 self.reset()
                 self._maker = None
-                if error.result:
-                    return error.result[0]
+                if error.results:
+                    return error.results[0]
                 args, kwargs = arguments.build()
                 return self._step(*args, **kwargs)
 
     def plain(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the step as it is. Allowed at any time: graphs and plain calls have one state."""
-        if self._maker is None or is_inside_another(self):
+        if self._maker is None or running.owner not in (None, self):
             return self._step(*args, **kwargs)
-        with self._running:
+        with self._running():
             return self._plain(read(args, kwargs, self._device))
 
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """The context of a call. Raises RuntimeError for another call in it, and for what no graph can do."""
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                "CapturedStep: the step is already running, in another thread or because it calls itself"
+            )
+        before, running.owner = running.owner, running.owner or self
+        try:
+            yield
+        except _Refused as error:
+            raise RuntimeError(str(error)) from error.__cause__
+        finally:
+            running.owner = before
+            self._lock.release()
+
     def _call(self, arguments: Arguments) -> Any:
-        if self._options["hooks"] == "raise" and (mode := watching_mode()):
+        if self._options["hooks"] == "raise" and arguments.watcher:
             raise _Refused(
-                f"CapturedStep: {mode} is active, but a replay makes no calls that it could see; inside of it, write "
+                f"{arguments.watcher} is active, but a replay makes no calls that it could see; inside of it, write "
                 "update.plain instead of update"
             )
         captured, changed = self._matching(arguments.form)
         if captured is None:
             if self._num_plain < self._options["warmup"] or self._known.get(arguments.form) != changed:
-                result = self._plain(arguments)
+                returned = self._plain(arguments)
                 self._remember(arguments, changed)
-                return result
+                return returned
             captured = self._capture(arguments)
         if any(monitor._records_one_of(rehearsal.steps) for monitor, rehearsal in captured.rehearsals):
             return self._plain(arguments)
         if captured.replays + 1 == captured.next_audit:
             return self._audit(captured, arguments)
-        result = self._replay(captured, arguments)
+        returned = self._replay(captured, arguments)
         for monitor, rehearsal in captured.rehearsals:
             monitor._count_replay(rehearsal)
-        return result
+        return returned
 
     def _remember(self, arguments: Arguments, changed: Any) -> None:
         """Let the next call of this form be captured. Warn, and forget, if too many forms have not come again."""
@@ -346,9 +333,9 @@ class CapturedStep:
     def _plain(self, arguments: Arguments) -> Any:
         if not self._num_plain:
             mark_kept_graphs(self._state)
-        result = self._run(arguments)
+        returned = self._run(arguments)
         self._num_plain += 1
-        return result
+        return returned
 
     def _run(self, arguments: Arguments, *contexts: contextlib.AbstractContextManager[Any]) -> Any:
         """Run the step next to the current stream."""
@@ -357,59 +344,57 @@ class CapturedStep:
         with self._maker.side_by_side() as self._waits, contextlib.ExitStack() as work:
             for context in contexts:
                 work.enter_context(context)
-            result = self._step(*args, **kwargs)
-        flatten(result, refuse_result)
-        result = self._owned(each_tensor(torch.Tensor.detach, result))
+            returned = self._step(*args, **kwargs)
+        flatten(returned, result)
+        returned = self._owned(each_tensor(torch.Tensor.detach, returned))
         if name := arguments.changed_in((args, kwargs)):
-            error = _Refused(f"CapturedStep: {changed_argument(name)}")
-            error.result = (result,)
-            raise error
-        return result
+            raise _Refused(changed_argument(name), returned)
+        return returned
 
-    def _owned(self, result: Any) -> Any:
+    def _owned(self, returned: Any) -> Any:
         """What the caller gets: copies, because later calls write to results that share memory with the state."""
-        return each_tensor(torch.Tensor.clone, result) if self._options["copy_outputs"] else result
+        return each_tensor(torch.Tensor.clone, returned) if self._options["copy_outputs"] else returned
 
     def _replay(self, captured: _Captured, arguments: Arguments) -> Any:
         if captured.inputs:
-            torch._foreach_copy_(captured.inputs, [value for _, value in arguments.tensors()], non_blocking=True)
+            torch._foreach_copy_(captured.inputs, arguments.tensors, non_blocking=True)
         captured.graph.replay()
         captured.replays += 1
-        captured.guards.set_gradients()
+        captured.guards.compiled.set_results()
         return self._owned(captured.result)
 
     def _matching(self, form: Form) -> tuple[_Captured | None, Any]:
         """The graph for arguments of this form and the state as it is; and what has changed, if another is needed."""
         candidates = [captured for captured in reversed(self._captured) if captured.form == form]
         for captured in candidates:
-            if captured.guards.hold():
+            if captured.guards.compiled.hold():
                 return captured, None
         changed: list[Any] = []
         for captured in candidates:
-            changes = captured.guards.changes()
+            if not (changes := captured.guards.changes()):
+                return captured, None
             for change in changes:
                 if change.kind in ("number", "rate"):
-                    raise _Refused(f"CapturedStep: {changed_option(change, self._state)}")
+                    raise _Refused(changed_option(change, self._state))
             if replaced := next((change.name for change in changes if change.kind == "identity"), None):
-                self._drop(captured)
-                self._count_replaced(replaced)
-                self._known.pop(form, None)
+                self._drop(captured, replaced)
             else:
                 changed += [(change.name, str(change.now)) for change in changes]
         return None, changed
 
-    def _count_replaced(self, name: str) -> None:
-        self._replaced[name] += 1
-        if self._replaced[name] == _OFTEN:
-            self._warn_once(
-                f"{name} has been replaced between the calls {_OFTEN} times. Each time another graph is captured, "
-                "which is slower than plain calls; write to the same tensor with copy_()"
-            )
-
-    def _drop(self, captured: _Captured) -> None:
-        if any(captured is one for one in self._captured):
-            captured.graph.reset()
-            self._captured = [one for one in self._captured if one is not captured]
+    def _drop(self, captured: _Captured, replaced: str = "") -> None:
+        """Free a graph. If something has been replaced, which it read, the next call is plain, and another graph is
+        captured then."""
+        captured.graph.reset()
+        self._captured = [one for one in self._captured if one is not captured]
+        if replaced:
+            self._known.pop(captured.form, None)
+            self._replaced[replaced] += 1
+            if self._replaced[replaced] == _OFTEN:
+                self._warn_once(
+                    f"{replaced} has been replaced between the calls {_OFTEN} times. Each time another graph is "
+                    "captured, which is slower than plain calls; write to the same tensor with copy_()"
+                )
 
     def _warn_once(self, message: str, key: str = "") -> None:
         if (key or message) not in self._warned:
@@ -421,15 +406,14 @@ class CapturedStep:
     def _capture(self, arguments: Arguments) -> _Captured:
         assert self._maker is not None
         self._refuse_beforehand(arguments)
-        places = arguments.tensors()
-        inputs = [like(value) for _, value in places]
+        inputs = [like(tensor) for tensor in arguments.tensors]
         args, kwargs = arguments.build(inputs)
         refusals = Refusals(self._step, self._state, arguments, inputs, (args, kwargs))
         before = refusals.before
         record = Record(inputs, (saved.item.value for saved in before.tensors))
 
         def step() -> Any:
-            with graphs.seeming_to_capture(), recording(record):
+            with graphs.seeming_to_capture(), record.recording():
                 return self._step(*args, **kwargs)
 
         try:
@@ -438,53 +422,62 @@ class CapturedStep:
                 graphs.capturable(self._state.optimizers().values()),
                 rehearsing(self._state) as rehearsals,
             ):
-                graph, result = self._maker.capture(step, self._state.generators())
+                graph, returned = self._maker.capture(step, self._state.generators())
             record.finish()
-            for problem in refusals.problems(record, result):
+            flatten(returned, result)
+            for problem in refusals.problems(record, returned):
                 if problem.is_certain:
-                    raise _Refused(f"CapturedStep: {problem}")
+                    raise _Refused(problem)
                 self._warn_once(str(problem), key=problem.cause.partition(" (")[0])
             gradients = before.gradients()
-            record.add_written(saved.alias for saved in before.tensors if saved.is_written)
+            # Some operators do not say what they write to.
+            written = {memory_of(saved.alias) for saved in before.tensors if saved.is_written}
+            written_keys = {*record.written, *(memory._cdata for memory in written if memory is not None)}
         except BaseException as error:
             before.restore()
             self.reset()  # a capture that fails leaves other states in PyTorch's generators
-            line = location_of(error)
-            if isinstance(error, _Refused | TypeError) or not isinstance(error, Exception) or is_of_step(error):
+            if isinstance(error, _Refused | TypeError) or not isinstance(error, Exception) or _is_of_step(error):
                 raise
+            line, message = _line_of(error), str(error).partition("\n")[0]
             at = f" at {line}: {line.source}" if line else ""
-            message = str(error).partition("\n")[0]
-            text = f"CapturedStep: the step cannot be captured{at}: {message}{self._diagnosed(arguments)}"
-            raise _Refused(text) from error
+            raise _Refused(f"the step cannot be captured{at}: {message}{self._diagnosed(arguments)}") from error
         before.restore()
-        # The step may have called requires_grad_() on an argument, which a copy to it would not accept.
-        inputs = [tensor.detach() for tensor in inputs]
-        result = each_tensor(torch.Tensor.detach, result)
-        first = next_audit(0, self._options["verify"], self._options["audit"])
-        guards, number = Guards(before, gradients), self._num_captured
         state = [saved.item for saved in before.tensors if saved.item.role != "gradient"]
-        written = [item for item in state if is_written(item, record.written.keys())]
         captured = _Captured(
-            arguments.form, inputs, graph, result, guards, state, written, rehearsals, record, number, first
+            form=arguments.form,
+            # The step may have called requires_grad_() on an argument, which a copy to it would not accept.
+            inputs=[tensor.detach() for tensor in inputs],
+            graph=graph,
+            result=each_tensor(torch.Tensor.detach, returned),
+            guards=Guards(before, gradients),
+            state=state,
+            written=[item for item in state if is_written(item, written_keys)],
+            rehearsals=rehearsals,
+            record=record,
+            number=self._num_captured,
+            next_audit=self._audit_after(0),
         )
         self._num_captured += 1
         self._captured.append(captured)
         return captured
 
+    def _audit_after(self, replay: int) -> int:
+        return next_audit(replay, self._options["verify"], self._options["audit"])
+
     def _refuse_beforehand(self, arguments: Arguments) -> None:
         if len(self._captured) == self._options["max_graphs"]:
             what = what_changes([one.form for one in self._captured], arguments)
             count = "is 1 graph" if len(self._captured) == 1 else f"are {len(self._captured)} graphs"
-            raise _Refused(f"CapturedStep: there {count} already (max_graphs), and {what}, or raise max_graphs")
+            raise _Refused(f"there {count} already (max_graphs), and {what}, or raise max_graphs")
         if name := self._state.uninitialized():
-            raise _Refused(f"CapturedStep: {name} is uninitialized; call its lazy module once before")
+            raise _Refused(f"{name} is uninitialized; call its lazy module once before")
         hooks = hook_problems(self._state) if self._options["hooks"] == "raise" else ()
         for problem in (*hooks, *kept_graph_problems(self._state)):
-            raise _Refused(f"CapturedStep: {problem}")
+            raise _Refused(problem)
         if self._waits:  # known beforehand, because a capture that fails leaves traces in PyTorch
             raise _Refused(
-                f"CapturedStep: the step waits for the device at {', '.join(dict.fromkeys(self._waits))}, which cannot "
-                f"be captured{self._diagnosed(arguments)}"
+                f"the step waits for the device at {', '.join(dict.fromkeys(self._waits))}, which cannot be captured"
+                f"{self._diagnosed(arguments)}"
             )
 
     def _diagnosed(self, arguments: Arguments) -> str:
@@ -496,24 +489,25 @@ class CapturedStep:
             return ""
         return "" if diagnosis.ok else f"\n{diagnosis}"
 
+    # ---- Audits ------------------------------------------------------------------------------------------------------
+
     def _audit(self, captured: _Captured, arguments: Arguments) -> Any:
         """Replay, and run a plain step on the same batch from the same state. Keeps what the plain step did."""
         copy_state = functools.partial(Contents, captured.written, self._state.generators())
         begin = copy_state()
-        replayed = flatten(each_tensor(torch.Tensor.clone, self._replay(captured, arguments)), refuse_result)[1]
+        replayed = each_tensor(torch.Tensor.clone, self._replay(captured, arguments))
         after_replay = copy_state()
         begin.restore()
-        state = (item.value for item in with_gradients(captured.state))
-        record = Record((leaf.value for leaf in arguments.tensors()), state)
+        record = Record(arguments.tensors, (item.value for item in with_gradients(captured.state)))
         try:
             with graphs.without_autocast_cache():
-                result = self._run(arguments, graphs.seeming_to_capture(), recording(record))
+                returned = self._run(arguments, graphs.seeming_to_capture(), record.recording())
             record.finish()
         except BaseException:  # the replay did not raise
             self._drop(captured)
             raise
         captured.guards.keep_gradients()
-        different = compare(replayed, result, after_replay)
+        different = compare(replayed, returned, after_replay)
         largest = max(different.values(), default=0.0)
         self._audits.append(AuditInfo(captured.number, captured.replays, largest))
         wrong, replaced = self._difference(captured, record)
@@ -530,34 +524,43 @@ class CapturedStep:
             self._drop(captured)
             found = self._diagnosed(arguments)
             last = f"replay {captured.last_audit} agreed" if captured.last_audit else "no replay of it agreed before"
-            error = _Refused(
-                f"CapturedStep: replay {captured.replays} of this graph differs from a plain step, {wrong}; {last}; "
-                "the plain step was kept. What a step reads apart from its arguments and state is a constant of the "
-                f"graph: pass what changes as an argument, or call reset() after a change{found}"
+            raise _Refused(
+                f"replay {captured.replays} of this graph differs from a plain step, {wrong}; {last}; the plain step "
+                "was kept. What a step reads apart from its arguments and state is a constant of the graph: pass what "
+                f"changes as an argument, or call reset() after a change{found}",
+                returned,
             )
-            error.result = (result,)
-            raise error
         if replaced:
-            self._drop(captured)
-            self._known.pop(captured.form, None)
-            self._count_replaced(replaced)
+            self._drop(captured, replaced)
         captured.last_audit = captured.replays
-        captured.next_audit = next_audit(captured.replays, self._options["verify"], self._options["audit"])
-        return result
+        captured.next_audit = self._audit_after(captured.replays)
+        return returned
 
     def _difference(self, captured: _Captured, record: Record) -> tuple[str, str]:
         """How the operators of a plain step differ from the captured ones, and which tensor has been replaced since the
         last audit, after which the graph is right only if the results are; each empty if there is nothing."""
-        if own := record.reads_of(captured.record.survivors()):
-            return f"which reads a tensor of {own[0].nbytes()} bytes that the captured step made and left somewhere", ""
+        if reads := record.reads_of(captured.record):
+            size = reads[0][1]
+            return f"which reads a tensor of shape {list(size)} that the captured step made and left somewhere", ""
         found = list(differences(captured.record, record, self._device))
         if not found:
             return "", ""
-        first = next((one for one in found if one.kind != "memory"), found[0])
-        at = f" at {first.location}: {first.location.source}" if first.location else ""
-        if first.is_replaced and captured.last_audit:
-            return "", f"what the step reads{at}"
-        return f"because {difference_text(first)}{at}", ""
+        first = next((problem for problem in found if problem.code != "host_copy"), found[0])
+        if first.key == "replaced" and captured.last_audit:
+            return "", f"what the step reads at {first.location}"
+        return f"because the step has changed since it was captured: {first.text}", ""
+
+
+def _is_of_step(error: BaseException) -> bool:
+    """True for errors that have nothing to do with the capture: the code of the user raises them, not PyTorch."""
+    innermost = traceback.extract_tb(error.__traceback__)[-1]
+    return not (isinstance(error, RuntimeError) or innermost.filename.startswith(LIBRARY_PATHS))
+
+
+def _line_of(error: BaseException) -> Location | None:
+    """The user's innermost line that an error passed."""
+    own = [at for at in traceback.extract_tb(error.__traceback__) if not at.filename.startswith(LIBRARY_PATHS)]
+    return Location(own[-1].filename, own[-1].lineno or 0) if own else None
 
 
 def _warn(message: str) -> None:
