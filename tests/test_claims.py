@@ -40,8 +40,9 @@ CLAIMS = {
         ),
     },
     "docs/how_to/captured_step.md": {
-        "**The graph is audited**, to find changes that rule 2 leaves out: at replays 1, 2, 3, 5, 11, 23, 47 and so "
-        "on, then at about every 1,024th (`audit`).": "tests/test_captured_audits.py::test_audits_are_at_primes",
+        "Audits are at replays 1, 2, 3, 5, 11, 23, 47 and so on, then at about every 1,024th (`audit`).": (
+            "tests/test_captured_audits.py::test_audits_are_at_primes"
+        ),
         "return `loss`, and read it every 100 steps": "advice",
         "A target network every n-th step": "title",
         "TD3 trains its actor in every second step: two captured steps, and the choice between them stays in Python.": (

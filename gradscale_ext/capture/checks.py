@@ -13,7 +13,7 @@ import torch
 from .arguments import Arguments, Given, named_leaves, result
 from .generators import CPU
 from .hooks import hooks_of, is_of_monitor
-from .problems import Problem, definition_of, option_remedy, scheduler_remedy, step_count_remedy
+from .problems import Problem, definition_of, option_remedy, scheduler_remedy, step_count_remedy, text_of
 from .record import Record
 from .snapshot import NUMBERS, Change, Snapshot, is_same
 from .state import State, memory_of
@@ -158,7 +158,7 @@ def changed_option(change: Change, state: State) -> str:
     """The problem of an option of an optimizer that has changed between the calls."""
     if change.kind == "rate":
         return f"{change.name} is another tensor than the captured one; change that one with fill_() or copy_()"
-    then, now = (f"{value:.6g}" if isinstance(value, float) else str(value) for value in (change.before, change.now))
+    then, now = text_of(change.before), text_of(change.now)
     remedy = option_remedy(state.optimizer_of(change.name), change.key)
     if change.key != "lr":
         remedy = ", or ".join(filter(None, ["call reset() after a change, which captures again", remedy]))
@@ -230,7 +230,7 @@ def _nodes(state: State) -> list[tuple[str, Any]]:
     # torch.nn.utils.weight_norm keeps a weight, and with it the graph, until it makes another in the next call.
     own = {
         id(parameter)
-        for _, module in state.modules()
+        for module in state.modules()
         if any(isinstance(held, torch.Tensor) and held.grad_fn is not None for held in vars(module).values())
         for parameter in module.parameters(recurse=False)
     }

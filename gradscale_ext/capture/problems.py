@@ -113,17 +113,19 @@ def step_count_remedy(optimizer: torch.optim.Optimizer) -> str:
     return "an optimizer that reads nothing on the host, such as AdamW(..., fused=True)"
 
 
+def _tensor_rate(optimizer: torch.optim.Optimizer | None) -> str:
+    kind = "the optimizer" if optimizer is None else type(optimizer).__name__
+    fused = ", fused=True" if optimizer is None or _accepts(optimizer, "fused") else ""
+    return f"{kind}(..., lr=torch.tensor(0.001, device=device){fused}): schedulers change a tensor with fill_()"
+
+
 def option_remedy(optimizer: torch.optim.Optimizer | None, key: str) -> str:
     """What to write where a number in the parameter groups changes; empty if the program decides."""
     if key in ("betas", "momentum"):
         return "write cycle_momentum=False for a scheduler that changes it"
-    kind = "the optimizer" if optimizer is None else type(optimizer).__name__
-    fused = ", fused=True" if optimizer is None or _accepts(optimizer, "fused") else ""
-    rate = f"{kind}(..., lr=torch.tensor(0.001, device=device){fused})"
-    return f"write {rate}: schedulers change a tensor with fill_()" if key == "lr" else ""
+    return f"write {_tensor_rate(optimizer)}" if key == "lr" else ""
 
 
 def scheduler_remedy(optimizer: torch.optim.Optimizer | None = None) -> str:
     """Where a scheduler is called."""
-    rate = option_remedy(optimizer, "lr").removeprefix("write ")
-    return f"call the scheduler's step() outside of the step, with {rate}"
+    return f"call the scheduler's step() outside of the step, with {_tensor_rate(optimizer)}"

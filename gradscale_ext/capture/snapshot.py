@@ -10,6 +10,7 @@ import torch
 
 from .contents import Contents
 from .generators import HostGenerators
+from .problems import text_of
 from .state import Item, Role, State, hooks_of_tensor, memory_of
 
 Kind = Literal["number", "rate", "flag", "hook", "identity", "gradient", "ignored"]
@@ -36,10 +37,7 @@ class Change(NamedTuple):
         return type(self.before) is type(self.now) and (isinstance(self.now, NUMBERS) or _is_numeric(self.now))
 
     def __str__(self) -> str:
-        if not self.is_of_a_number:
-            return self.name
-        before, now = (f"{x:.6g}" if isinstance(x, float) else repr(x) for x in (self.before, self.now))
-        return f"{self.name} ({before}, then {now})"
+        return f"{self.name} ({text_of(self.before)}, then {text_of(self.now)})" if self.is_of_a_number else self.name
 
 
 def kind_of(role: Role, key: Any, value: Any) -> Kind:

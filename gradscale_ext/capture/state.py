@@ -98,7 +98,12 @@ class State:
         seen: set[int] = set()
         names: dict[int, str] = {}
         own_names = {id(root): name for name, root in self.roots.items() if isinstance(root, _UPDATERS)}
-        left = [Item(name, hooks, "hooks") for name, hooks in hooks_of_all()]
+        left = [
+            Item(name, vars(library)[attribute], "hooks")
+            for name, library, attributes in _HOOKS_OF_ALL
+            for attribute in attributes
+            if attribute in vars(library)
+        ]
         left += [*self._containers, *(Item(name, root, "kept") for name, root in reversed(self.roots.items()))]
         while left:
             item = left.pop()
@@ -115,15 +120,13 @@ class State:
                 yield item
             left += reversed(list(_children(item, names)))
 
-    def modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Every module, with its name."""
-        for name, root in self.roots.items():
-            if isinstance(root, torch.nn.Module):
-                yield from ((f"{name}.{path}" if path else name, module) for path, module in root.named_modules())
+    def modules(self) -> list[torch.nn.Module]:
+        """Every module."""
+        return [part for root in self.roots.values() if isinstance(root, torch.nn.Module) for part in root.modules()]
 
     def is_distributed(self) -> bool:
         """True if there is a DistributedDataParallel."""
-        return any(type(module).__name__ == "DistributedDataParallel" for _, module in self.modules())
+        return any(type(module).__name__ == "DistributedDataParallel" for module in self.modules())
 
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """The optimizers among the objects, also of schedulers."""
@@ -166,12 +169,6 @@ class State:
         for item in self.walk():
             if isinstance(item.value, torch.Tensor) and (not roles or item.role in roles):
                 yield item
-
-
-def hooks_of_all() -> Iterator[tuple[str, dict[int, Any]]]:
-    """Hooks that are not of a single module or optimizer, each with the name of what it is on."""
-    for name, library, attributes in _HOOKS_OF_ALL:
-        yield from ((name, vars(library)[attribute]) for attribute in attributes if attribute in vars(library))
 
 
 def hooks_of_tensor(tensor: torch.Tensor) -> list[Any]:
