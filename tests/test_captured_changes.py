@@ -507,6 +507,19 @@ def test_arguments_that_the_step_changes(change):
         gs.CapturedStep(step, *learner.state(), fallback="eager")({"x": x, "y": y, "w": x[0], "log": []})
 
 
+def test_a_container_of_another_type_in_an_argument():
+    learner = Learner()
+
+    def step(batch):
+        batch["log"] = tuple(batch["log"])
+        return learner.step(batch["x"], batch["y"])
+
+    update = gs.CapturedStep(step, *learner.state())
+    x, y = batches(1)[0]
+    with pytest.raises(RuntimeError, match=r"puts something else in the arguments, .* dict\(batch\)"):
+        update({"x": x, "y": y, "log": [1.0]})
+
+
 def test_a_sparse_argument():
     learner = Learner()
     x, y = batches(1)[0]

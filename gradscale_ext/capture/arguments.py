@@ -133,7 +133,7 @@ class Arguments(NamedTuple):
                 isinstance(one, _CONSTANTS) and isinstance(other, _CONSTANTS) and one == other
             ):
                 return argument(place)
-        return ""
+        return "" if _form_of(built, []) == self.form[0] else argument("")
 
 
 def read(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Arguments:

@@ -230,7 +230,8 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def written_elsewhere(self) -> list[tuple[str, Location | None]]:
         """Operators that wrote to memory that is neither an argument nor part of the state, and their lines."""
-        return [self.written[key] for key in self.written.keys() - self._arguments.keys() - self._state.keys()]
+        known = {*self._arguments, *self._state}
+        return [found for key, found in self.written.items() if key not in known]
 
 
 def leaves_in(values: Iterable[Any]) -> list[Any]:
