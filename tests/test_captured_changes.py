@@ -102,6 +102,7 @@ CHANGES = {
     "activation": lambda own: own.model.body.__setitem__(2, torch.nn.Tanh()),
     "data": lambda own: setattr(own.model.head.weight, "data", torch.ones(3, 16)),
     "moments": lambda own: own.optimizer.state.clear(),
+    "memory of a gradient": lambda own: setattr(own.model.head.weight.grad, "data", torch.ones(3, 16)),
     "gradients": lambda own: own.optimizer.zero_grad(set_to_none=True),
     "zeros": lambda own: own.optimizer.zero_grad(set_to_none=False),
 }

@@ -147,27 +147,27 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) ->
             # The text of a float tells -0.0 from 0.0, and is the same for each NaN.
             forms.append((type(value), repr(value) if isinstance(value, float | complex) else value))
             continue
-        if value.device != device or value.layout != torch.strided or value.requires_grad:
-            value = _moved(given, len(tensors), value, device)
+        is_elsewhere = value.device != device
+        if value.layout != torch.strided or value.requires_grad or (is_elsewhere and value.device.type != "cpu"):
+            raise _refusal(Arguments(given, None, []).names()[len(tensors)], value, device)
+        if is_elsewhere:
+            value = value.to(device, non_blocking=True)
         tensors.append(value)
         forms.append((value.dtype, value.shape, value.stride()))
     return Arguments(given, (structure, tuple(forms), _context(device)), tensors, _watching_mode())
 
 
-def _moved(given: Given, index: int, value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor on the device. Raises an error that names the tensor, if no graph can have it as data."""
-    name = Arguments(given, None, []).names()[index]
+def _refusal(name: str, value: torch.Tensor, device: torch.device) -> Exception:
+    """The error for a tensor that is no data of the device or the CPU."""
     if value.device != device and value.device.type != "cpu":
-        raise ValueError(
+        return ValueError(
             f"CapturedStep: {name} is on {value.device}, but the state is on {device}; write .to('{device}')"
         )
     if value.layout != torch.strided:
-        raise TypeError(
+        return TypeError(
             f"CapturedStep: {name} is of layout {value.layout}, but arguments are dense tensors; write .to_dense()"
         )
-    if value.requires_grad:
-        raise ValueError(f"CapturedStep: {name} requires grad, but arguments are data; detach() it")
-    return value.to(device, non_blocking=True)
+    return ValueError(f"CapturedStep: {name} requires grad, but arguments are data; detach() it")
 
 
 @torch.inference_mode(False)

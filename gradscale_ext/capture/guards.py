@@ -6,6 +6,7 @@ import torch
 
 from .._native import _C
 from .snapshot import Change, Gradient, SavedTensor, Snapshot, changes_of, kind_of
+from .state import Item
 
 
 class Guards:
@@ -13,8 +14,10 @@ class Guards:
 
     def __init__(self, before: Snapshot, gradients: list[Gradient]) -> None:
         """Expect what a snapshot has."""
-        self._gradients = {id(gradient.tensor): gradient for gradient in gradients}
+        self._gradients = {id(gradient.item.value): gradient for gradient in gradients}
         self._containers, self._tensors = before.containers, before.kept("kept", "optimizer")
+        results = [Item(f"{item.name}.grad", after, "gradient") for item, _, after, _ in gradients if after is not None]
+        self._results = [SavedTensor.of(item) for item in results]
         self._compile()
 
     def _compile(self) -> None:
@@ -27,8 +30,9 @@ class Guards:
                     wanted.pop()
                 containers.append((item.value, wanted))
         expected = [(saved.item.value, saved.gradient) for saved in self._tensors if self._is_expected(saved)]
-        results = [(gradient.tensor, gradient.after) for gradient in self._gradients.values()]
-        self.compiled = _C.Guards(containers, [saved.item.value for saved in self._tensors], expected, results)
+        results = [(gradient.item.value, gradient.after) for gradient in self._gradients.values()]
+        tensors = [saved.item.value for saved in (*self._tensors, *self._results)]
+        self.compiled = _C.Guards(containers, tensors, expected, results)
 
     def _is_expected(self, saved: SavedTensor) -> bool:
         """True if the graph relies on the gradient that a tensor has, or on having none."""
@@ -37,8 +41,9 @@ class Guards:
 
     def changes(self) -> list[Change]:
         """What has changed. If `compiled` sees something else, such as other attributes, it forgets that."""
-        changes = [*changes_of(self._containers), *(change for saved in self._tensors for change in saved.changes())]
-        found = [change for change in changes if change.kind != "ignored"]
+        found = [change for change in changes_of(self._containers) if change.kind != "ignored"]
+        for saved in (*self._tensors, *self._results):
+            found += saved.changes()
         frozen = {change.name for change in found}
         for saved in self._tensors:
             name, tensor = saved.item.name, saved.item.value
@@ -55,10 +60,10 @@ class Guards:
     @torch.no_grad()
     def keep_gradients(self) -> None:
         """Move the gradients of a plain step to the memory in which a replay leaves them."""
-        for tensor, _, after, _ in self._gradients.values():
-            now = tensor.grad
+        for item, _, after, _ in self._gradients.values():
+            now = item.value.grad
             if now is None or after is None or now is after:
                 continue
             if (now.shape, now.layout, now.dtype) == (after.shape, after.layout, after.dtype):
                 after.copy_(now)
-                tensor.grad = after
+                item.value.grad = after

@@ -56,7 +56,8 @@ def kind_of(role: Role, key: Any, value: Any) -> Kind:
 class Gradient(NamedTuple):
     """The gradient of a tensor before and after a step."""
 
-    tensor: torch.Tensor
+    item: Item
+    """The tensor."""
     before: torch.Tensor | None
     after: torch.Tensor | None
     is_used: bool
@@ -141,7 +142,7 @@ class Snapshot:
             may_have_one = saved.item.role == "kept" and (tensor.is_floating_point() or tensor.is_complex())
             if tensor.is_leaf and (may_have_one or saved.requires_grad or before is not None):
                 is_used = before is not None and (tensor.grad is before or before._version != saved.gradient_version)
-                found.append(Gradient(tensor, before, tensor.grad, is_used))
+                found.append(Gradient(saved.item, before, tensor.grad, is_used))
         return found
 
     def restore(self) -> None:

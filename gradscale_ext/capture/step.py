@@ -438,9 +438,7 @@ class CapturedStep:
             self.reset()  # a capture that fails leaves other states in PyTorch's generators
             if isinstance(error, _Refused | TypeError) or not isinstance(error, Exception) or _is_of_step(error):
                 raise
-            line, message = _line_of(error), str(error).partition("\n")[0]
-            at = f" at {line}: {line.source}" if line else ""
-            raise _Refused(f"the step cannot be captured{at}: {message}{self._diagnosed(arguments)}") from error
+            raise self._explained(error, arguments) from error
         before.restore()
         state = [saved.item for saved in before.tensors if saved.item.role != "gradient"]
         captured = _Captured(
@@ -479,6 +477,11 @@ class CapturedStep:
                 f"the step waits for the device at {', '.join(dict.fromkeys(self._waits))}, which cannot be captured"
                 f"{self._diagnosed(arguments)}"
             )
+
+    def _explained(self, error: Exception, arguments: Arguments) -> _Refused:
+        line, message = _line_of(error), str(error).partition("\n")[0]
+        at = f" at {line}: {line.source}" if line else ""
+        return _Refused(f"the step cannot be captured{at}: {message}{self._diagnosed(arguments)}")
 
     def _diagnosed(self, arguments: Arguments) -> str:
         """What `diagnose_capture` finds, for an error message."""
