@@ -22,8 +22,6 @@ SNIPPETS = [
     for page in PAGES
     for number, snippet in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
 ]
-#: All but one, whose code is still formatted to 120 columns.
-FITTED = [page for page in PAGES if page.name != "captured_step.md"]
 OPTIONAL = ("accelerate", "gymnasium", "lightning", "tensorboard", "tensordict", "torchrl")
 namespaces: list[dict[str, object]] = []
 
@@ -46,7 +44,7 @@ def code_of(page):
     return lines
 
 
-@pytest.mark.parametrize("page", FITTED, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_fits_the_column_of_the_site(page):
     assert [line for line in code_of(page) if len(line) > 88] == []
 
