@@ -15,7 +15,19 @@ import usual
 Call = Callable[[], Any]
 DISCOUNT, LAMBDA = 0.99, 0.95
 #: B, T: as many rows as a GPU has threads, short rows, few long rows, one row.
-SIZES = ((4096, 8), (32768, 8), (4096, 16), (32768, 16), (256, 64), (4096, 128), (65536, 128), (16384, 16), (16, 1024), (1, 32768), (1, 2**22))
+SIZES = (
+    (4096, 8),
+    (32768, 8),
+    (4096, 16),
+    (32768, 16),
+    (256, 64),
+    (4096, 128),
+    (65536, 128),
+    (16384, 16),
+    (16, 1024),
+    (1, 32768),
+    (1, 2**22),
+)
 #: The longest loop over steps that is captured in a CUDA graph.
 LONGEST_LOOP = 128
 
