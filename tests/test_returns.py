@@ -152,6 +152,22 @@ def test_a_coefficient_of_retrace_multiplies_the_whole_difference(ratio, q_value
         assert tangent.isfinite().all()
 
 
+@pytest.mark.parametrize("module", [gs, gs.reference])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.any_version
+def test_a_coefficient_of_vtrace_multiplies_the_whole_gradient(module, batch_first):
+    """c_1 multiplies the gradient of targets_1 plus the one that comes from step 0: 1 - 0.5 * 4, times infinity."""
+    rewards = torch.zeros(40, 3, requires_grad=True)
+    ratios = torch.tensor([[1.0, torch.inf, 1.0]]).expand(40, 3)
+    given = (rewards, torch.zeros(40, 3), torch.zeros(40, 3), ratios)
+    *tensors, ratios = given if batch_first else [x.T for x in given]
+    options = {"ratios": ratios, "discount": 0.5, "clip_rho": 1.0, "clip_c": None, "batch_first": batch_first}
+    targets = module.vtrace(*tensors, **options).targets
+    weights = torch.tensor([[-4.0, 1.0, 0.0]]).expand(40, 3)
+    targets.backward(weights if batch_first else weights.T)
+    torch.testing.assert_close(rewards.grad, torch.tensor([[-4.0, -1.0, -torch.inf]]).expand(40, 3))
+
+
 @pytest.mark.parametrize("n", [1, 3, 20])
 @pytest.mark.parametrize("module", [gs, gs.reference])
 @pytest.mark.any_version

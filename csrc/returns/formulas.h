@@ -1,8 +1,22 @@
 // The functions over trajectories, one transition at a time, for the CPU and for GPUs.
 //
-// Each, except for the two of n steps, is a linear recurrence y_t = a_t + b_t y', where y' is the y of the previous
-// step in the order of the walk: step t + 1 for a function, t - 1 for its adjoint. A formula gives the map (a, b) of a
-// step, and its results from y and y'. `L` is the type of lanes, one number or several:
+// Each, except for the two of n steps, is a recurrence that carries a number y from step t + 1 to step t. The
+// coefficients `share`, `weight`, `carry` and `scale` define it:
+//
+//   x_t = weight_t (r_t + discount_t share_t B_t - V_t) + carry_t y_{t+1}        (lambda-returns: without V_t)
+//   y_t = scale_t x_t
+//
+// The adjoint is the transposed recurrence, which carries a gradient from step t - 1 to step t. With g_t the gradient
+// of the results that contain x_t:
+//
+//   h_t = g_t + scale_t y_{t-1}
+//   y_t = carry_t h_t
+//
+// The gradient of r_t is weight_t h_t, and the gradient of B_t is discount_t share_t times as much. A coefficient
+// multiplies a whole sum, not each of its terms, because a large or infinite coefficient of two terms that cancel would
+// give NaN.
+//
+// `L` is the type of lanes, one number or several:
 //
 //   L::V, L::M            numbers, and conditions
 //   L::times(c, x)        c x, and 0 if c is 0
@@ -12,7 +26,7 @@
 // computed again, one number at a time.
 //
 // Conditions select instead of multiplying, so that numbers that are not finite stay in their episode. Masked
-// transitions give a = b = 0 and results of 0.
+// transitions give y = 0 and results of 0.
 //
 // The CPU's kernels include this once for each instruction set, into its namespace: lanes are vectors of that set.
 #include "kernels.h"
@@ -39,44 +53,41 @@ struct Transition {
   M cut; // terminated, truncated, or followed by a masked step or the end: nothing passes between t and t + 1
 };
 
-template <class L>
-struct Affine {
-  typename L::V a;
-  typename L::V b;
-};
+// ---- Coefficients --------------------------------------------------------------------------------------------------
 
-// The map y -> c (a + b y).
-template <class L>
-struct Factors {
-  typename L::V c;
-  typename L::V a;
-  typename L::V b;
-};
+// A coefficient of 1, and a term of 0, in every transition.
+struct One {};
+struct Zero {};
 
-// ---- What formulas share -------------------------------------------------------------------------------------------
+template <class L, class V = typename L::V>
+GRADSCALE_HOST_DEVICE V times(V c, V x) {
+  return L::times(c, x);
+}
+template <class L>
+GRADSCALE_HOST_DEVICE typename L::V times(One /*c*/, typename L::V x) {
+  return x;
+}
+template <class L, class V = typename L::V>
+GRADSCALE_HOST_DEVICE V product(V c, V d) {
+  return L::product(c, d);
+}
+template <class L, class V = typename L::V>
+GRADSCALE_HOST_DEVICE V product(One /*c*/, V d) {
+  return d;
+}
+template <class L, class V = typename L::V>
+GRADSCALE_HOST_DEVICE V product(V c, One /*d*/) {
+  return c;
+}
+template <class V>
+GRADSCALE_HOST_DEVICE V operator+(V x, Zero /*y*/) {
+  return x;
+}
 
 // The smaller of both; NaN if x is NaN.
 template <class V>
 GRADSCALE_HOST_DEVICE V least(V x, V limit) {
   return limit < x ? limit : x;
-}
-
-// B_t: the value of the next state, and 0 after termination.
-template <class L>
-GRADSCALE_HOST_DEVICE typename L::V bootstrap(const Transition<L>& s) {
-  return s.terminated ? typename L::V{} : s.next_value;
-}
-
-// (1 - lambda) B + lambda `later`; B at a cut, whatever lambda is.
-template <class L>
-GRADSCALE_HOST_DEVICE typename L::V mixed(const Transition<L>& s, typename L::V later) {
-  const typename L::V b = bootstrap(s);
-  return s.cut ? b : L::times(1 - s.lambda, b) + L::times(s.lambda, later);
-}
-
-template <class L>
-GRADSCALE_HOST_DEVICE typename L::V unless_cut(const Transition<L>& s, typename L::V x) {
-  return s.cut ? typename L::V{} : x;
 }
 
 template <class L>
@@ -85,224 +96,222 @@ GRADSCALE_HOST_DEVICE typename L::V if_live(const Transition<L>& s, typename L::
 }
 
 template <class L>
-GRADSCALE_HOST_DEVICE Affine<L> if_live(const Transition<L>& s, typename L::V a, typename L::V b) {
-  return {if_live(s, a), if_live(s, b)};
+GRADSCALE_HOST_DEVICE typename L::V unless_cut(const Transition<L>& s, typename L::V x) {
+  return s.cut ? typename L::V{} : x;
 }
 
-// The gradient of next_value, given the coefficient of the bootstrap and the gradient of the term that contains it.
-template <class L>
+// share B, where B is the value of the next state, and 0 after termination. At a cut, `share` counts as 1.
+template <class L, class Share>
+GRADSCALE_HOST_DEVICE typename L::V bootstrap(const Transition<L>& s, Share share) {
+  const typename L::V b = s.terminated ? typename L::V{} : s.next_value;
+  return s.cut ? b : times<L>(share, b);
+}
+
+// The gradient of next_value, given the gradient of the sum that contains weight discount share B.
+template <class L, class Weight, class Share>
 GRADSCALE_HOST_DEVICE typename L::V to_next_value(
-    const Transition<L>& s, typename L::V coefficient, typename L::V gradient) {
-  return s.terminated ? typename L::V{} : L::times(coefficient, gradient);
+    const Transition<L>& s, Weight weight, Share share, typename L::V gradient) {
+  const typename L::V factor = s.cut ? s.discount : product<L>(share, s.discount);
+  return s.terminated ? typename L::V{} : L::times(product<L>(weight, factor), gradient);
 }
 
-// The coefficient of the bootstrap in discount * mixed().
+// The map y' -> a + b y'.
 template <class L>
-GRADSCALE_HOST_DEVICE typename L::V bootstrap_factor(const Transition<L>& s) {
-  return s.cut ? s.discount : L::product(s.discount, 1 - s.lambda);
+struct Affine {
+  typename L::V a;
+  typename L::V b;
+};
+
+// A step of a walk: y = outer (a + inner y') + rest, where y' is the y of the previous step of the walk, t + 1 or, in
+// an adjoint, t - 1. `Outer` and `Inner` may be One, and `Rest` may be Zero.
+template <class L, class Outer, class Inner, class Rest>
+struct Step {
+  typename L::V a;
+  Outer outer;
+  Inner inner;
+  Rest rest;
+
+  GRADSCALE_HOST_DEVICE typename L::V walked(typename L::V before) const {
+    return times<L>(outer, a + times<L>(inner, before)) + rest;
+  }
+
+  GRADSCALE_HOST_DEVICE Affine<L> map() const {
+    return {times<L>(outer, a) + rest, product<L>(outer, inner)};
+  }
+};
+
+template <class L, class Outer, class Inner, class Rest>
+GRADSCALE_HOST_DEVICE Step<L, Outer, Inner, Rest> make_step(typename L::V a, Outer outer, Inner inner, Rest rest) {
+  return {a, outer, inner, rest};
 }
 
-// What formulas differ in. A formula that differs from this hides the constant with its own.
+// ---- Recurrences ---------------------------------------------------------------------------------------------------
+
+// What a result is. `target` and `advantage` are computed from y of step t + 1.
+enum class Quantity {
+  none,
+  sum,        // x, of a recurrence without V
+  difference, // x
+  value,      // V + x
+  target,     // V + x, rounded as r + discount share B + carry y'
+  advantage,  // weight (r + discount ((1 - lambda) B + lambda (V + y of step t + 1)) - V), with another weight
+};
+
+// The default coefficients, which a formula F hides with its own, and the results that follow from them. The second
+// result is optional.
+template <class F, Quantity first, Quantity second = Quantity::none>
 struct Recurrence {
   static constexpr bool kAdjoint = false;
-  static constexpr bool kReadsEarlier = false;    // results read y of the step before in the walk
-  static constexpr bool kReadsLaterValue = false; // V of step t + 1 is read
-  // y is computed as c (a + b y'), and not as a + b y': a large c must not overflow in a product with one of two terms
-  // that cancel.
-  static constexpr bool kHasFactors = false;
-};
+  static constexpr int kResults = second == Quantity::none ? 1 : 2;
+  static constexpr Quantity kFirst = first;
+  static constexpr Quantity kSecond = second;
+  static constexpr bool kReadsLaterValue = second == Quantity::advantage;              // V of step t + 1 is read
+  static constexpr bool kReadsEarlier = first == Quantity::target || kReadsLaterValue; // results are computed from y'
 
-struct Adjoint : Recurrence {
-  static constexpr bool kAdjoint = true;
-  static constexpr bool kReadsEarlier = true;
-};
-
-// ---- Functions -----------------------------------------------------------------------------------------------------
-
-// G_t = r_t + discount_t ((1 - lambda_t) B_t + lambda_t G_{t+1}); y = G.
-struct LambdaReturns : Recurrence {
-  static constexpr int kResults = 1;
-
-  template <class L, class V = typename L::V>
-  static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
-    return if_live(s, s.reward + L::times(s.discount, mixed(s, V{})), unless_cut(s, L::product(s.discount, s.lambda)));
+  template <class L>
+  static GRADSCALE_HOST_DEVICE One share(const Transition<L>& /*s*/) {
+    return {};
+  }
+  template <class L>
+  static GRADSCALE_HOST_DEVICE One weight(const Transition<L>& /*s*/) {
+    return {};
+  }
+  template <class L>
+  static GRADSCALE_HOST_DEVICE typename L::V carry(const Transition<L>& s) {
+    return L::product(s.discount, s.lambda);
+  }
+  template <class L>
+  static GRADSCALE_HOST_DEVICE One scale(const Transition<L>& /*s*/) {
+    return {};
   }
 
-  template <class L, class V = typename L::V>
-  static GRADSCALE_HOST_DEVICE void results(const Transition<L>& /*s*/, V y, V /*later*/, V* out) {
-    out[0] = y;
-  }
-};
-
-// A_t = r_t + discount_t B_t - V_t + discount_t lambda_t A_{t+1}; y = A, returns are A + V.
-struct GeneralizedAdvantages : Recurrence {
-  static constexpr int kResults = 2;
-
-  template <class L, class V = typename L::V>
-  static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
-    return if_live(
-        s, s.reward + L::times(s.discount, bootstrap(s)) - s.value, unless_cut(s, L::product(s.discount, s.lambda)));
+  template <class L>
+  static GRADSCALE_HOST_DEVICE auto step(const Transition<L>& s) {
+    const typename L::V target = one_step(s), delta = first == Quantity::sum ? target : target - s.value;
+    const typename L::V a = if_live(s, times<L>(F::weight(s), delta));
+    return make_step<L>(a, F::scale(s), if_live(s, unless_cut(s, F::carry(s))), Zero());
   }
 
-  template <class L, class V = typename L::V>
-  static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V y, V /*later*/, V* out) {
-    out[0] = y;
-    out[1] = if_live(s, y + s.value);
-  }
-};
-
-// e_t = rho_t (r_t + discount_t B_t - V_t) + discount_t c_t e_{t+1}; y = e, targets are V + e.
-struct VTrace : Recurrence {
-  static constexpr int kResults = 2;
-  static constexpr bool kReadsEarlier = true;
-  static constexpr bool kReadsLaterValue = true;
-
-  template <class L, class V = typename L::V>
-  static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
-    const V delta = s.reward + L::times(s.discount, bootstrap(s)) - s.value;
-    const V c = L::product(s.lambda, least(s.ratio, s.limits[1]));
-    return if_live(s, L::times(least(s.ratio, s.limits[0]), delta), unless_cut(s, L::product(s.discount, c)));
-  }
-
+  // Computes the results from y of this step, and of step t + 1.
   template <class L, class V = typename L::V>
   static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V y, V later, V* out) {
-    const V u = mixed(s, s.later_value + later);
-    out[0] = if_live(s, s.value + y);
-    out[1] = if_live(s, L::times(least(s.ratio, s.limits[2]), s.reward + L::times(s.discount, u) - s.value));
+    out[0] = result<first>(s, y, later);
+    if constexpr (second != Quantity::none) {
+      out[1] = result<second>(s, y, later);
+    }
+  }
+
+ private:
+  template <class L>
+  static GRADSCALE_HOST_DEVICE typename L::V one_step(const Transition<L>& s) {
+    return s.reward + L::times(s.discount, bootstrap(s, F::share(s)));
+  }
+
+  template <Quantity quantity, class L, class V = typename L::V>
+  static GRADSCALE_HOST_DEVICE V result(const Transition<L>& s, V y, V later) {
+    if constexpr (quantity == Quantity::value) {
+      return if_live(s, s.value + y);
+    } else if constexpr (quantity == Quantity::target) {
+      return if_live(s, one_step(s) + unless_cut(s, L::times(F::carry(s), later)));
+    } else if constexpr (quantity == Quantity::advantage) {
+      const V b = bootstrap(s, One());
+      const V u = s.cut ? b : L::times(1 - s.lambda, b) + L::times(s.lambda, s.later_value + later);
+      return if_live(s, L::times(F::advantage_weight(s), s.reward + L::times(s.discount, u) - s.value));
+    } else {
+      return y;
+    }
   }
 };
 
-// G_t = x_t + discount_t y_{t+1}, x_t = r_t + discount_t B_t; y_t = c_t (G_t - Q_t).
-struct Retrace : Recurrence {
-  static constexpr int kResults = 1;
+// y = G. G_t = r_t + discount_t ((1 - lambda_t) B_t + lambda_t G_{t+1})
+struct LambdaReturns : Recurrence<LambdaReturns, Quantity::sum> {
+  template <class L>
+  static GRADSCALE_HOST_DEVICE typename L::V share(const Transition<L>& s) {
+    return 1 - s.lambda;
+  }
+};
+
+// y = A. A_t = r_t + discount_t B_t - V_t + discount_t lambda_t A_{t+1}; returns are A + V.
+struct GeneralizedAdvantages : Recurrence<GeneralizedAdvantages, Quantity::difference, Quantity::value> {};
+
+// y = e. e_t = rho_t (r_t + discount_t B_t - V_t) + discount_t c_t e_{t+1}; targets are V + e.
+struct VTrace : Recurrence<VTrace, Quantity::value, Quantity::advantage> {
+  template <class L>
+  static GRADSCALE_HOST_DEVICE typename L::V weight(const Transition<L>& s) {
+    return least(s.ratio, s.limits[0]);
+  }
+  template <class L>
+  static GRADSCALE_HOST_DEVICE typename L::V carry(const Transition<L>& s) {
+    return L::product(s.discount, L::product(s.lambda, least(s.ratio, s.limits[1])));
+  }
+  template <class L>
+  static GRADSCALE_HOST_DEVICE typename L::V advantage_weight(const Transition<L>& s) {
+    return least(s.ratio, s.limits[2]);
+  }
+};
+
+// y = c (G - Q). G_t = r_t + discount_t (B_t + c_{t+1} (G_{t+1} - Q_{t+1}))
+struct Retrace : Recurrence<Retrace, Quantity::target> {
+  template <class L>
+  static GRADSCALE_HOST_DEVICE typename L::V carry(const Transition<L>& s) {
+    return s.discount;
+  }
+  template <class L>
+  static GRADSCALE_HOST_DEVICE typename L::V scale(const Transition<L>& s) {
+    return if_live(s, L::product(s.lambda, least(s.ratio, s.limits[0])));
+  }
+};
+
+// The adjoint of F. Its results are the gradients of rewards, values and next values, and the part of the gradient of
+// the value of step t + 1 that comes from an advantage of step t.
+template <class F>
+struct Adjoint {
+  static constexpr bool kAdjoint = true;
+  static constexpr bool kHasAdvantage = F::kSecond == Quantity::advantage;
+  static constexpr int kResults = kHasAdvantage ? 4 : 3;
   static constexpr bool kReadsEarlier = true;
-  static constexpr bool kHasFactors = true;
+  static constexpr bool kReadsLaterValue = false;
 
-  template <class L, class V = typename L::V>
-  static GRADSCALE_HOST_DEVICE V trace(const Transition<L>& s) {
-    return L::product(s.lambda, least(s.ratio, s.limits[0]));
-  }
-
-  // c_t, x_t - Q_t, and the discount, or 0 at a cut.
-  template <class L, class V = typename L::V>
-  static GRADSCALE_HOST_DEVICE Factors<L> factors(const Transition<L>& s) {
-    const V x = s.reward + L::times(s.discount, bootstrap(s));
-    return {if_live(s, trace(s)), if_live(s, x - s.value), unless_cut(s, s.discount)};
-  }
-
-  template <class L, class V = typename L::V>
-  static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
-    const Factors<L> f = factors(s);
-    return {L::times(f.c, f.a), L::product(f.c, f.b)};
-  }
-
-  template <class L, class V = typename L::V>
-  static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V /*y*/, V later, V* out) {
-    const V x = s.reward + L::times(s.discount, bootstrap(s));
-    out[0] = if_live(s, x + unless_cut(s, L::times(s.discount, later)));
-  }
-};
-
-// ---- Adjoints: y_t is the gradient that step t hands on to step t + 1 ----------------------------------------------
-
-struct LambdaReturnsAdjoint : Adjoint {
-  static constexpr int kResults = 3;
-
-  template <class L, class V = typename L::V>
-  static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
-    const V b = unless_cut(s, L::product(s.discount, s.lambda));
-    return if_live(s, L::times(b, s.reward), b);
+  template <class L>
+  static GRADSCALE_HOST_DEVICE auto step(const Transition<L>& s) {
+    return make_step<L>(to_sum(s), if_live(s, unless_cut(s, F::carry(s))), F::scale(s), to_later_value(s));
   }
 
   template <class L, class V = typename L::V>
   static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V /*y*/, V earlier, V* out) {
-    const V h = s.reward + earlier;
-    out[0] = if_live(s, h);
-    out[1] = V{};
-    out[2] = if_live(s, to_next_value(s, bootstrap_factor(s), h));
-  }
-};
-
-struct GeneralizedAdvantagesAdjoint : Adjoint {
-  static constexpr int kResults = 3;
-
-  template <class L, class V = typename L::V>
-  static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
-    const V b = unless_cut(s, L::product(s.discount, s.lambda));
-    return if_live(s, L::times(b, s.reward + s.value), b);
-  }
-
-  template <class L, class V = typename L::V>
-  static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V /*y*/, V earlier, V* out) {
-    const V h = s.reward + s.value + earlier;
-    out[0] = if_live(s, h);
-    out[1] = if_live(s, s.value - h);
-    out[2] = if_live(s, to_next_value(s, s.discount, h));
-  }
-};
-
-struct VTraceAdjoint : Adjoint {
-  static constexpr int kResults = 4;
-
-  // The gradient of targets_{t+1} from the advantage of step t.
-  template <class L, class V = typename L::V>
-  static GRADSCALE_HOST_DEVICE V to_later_target(const Transition<L>& s) {
-    const V coefficient = L::product(least(s.ratio, s.limits[2]), L::product(s.discount, s.lambda));
-    return if_live(s, unless_cut(s, L::times(coefficient, s.value)));
-  }
-
-  template <class L, class V = typename L::V>
-  static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
-    const V c = L::product(s.lambda, least(s.ratio, s.limits[1]));
-    const V b = unless_cut(s, L::product(s.discount, c));
-    return if_live(s, L::times(b, s.reward) + to_later_target(s), b);
-  }
-
-  template <class L, class V = typename L::V>
-  static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V /*y*/, V earlier, V* out) {
-    const V rho = least(s.ratio, s.limits[0]), pg_rho = least(s.ratio, s.limits[2]);
-    const V to_reward = L::times(rho, s.reward + earlier) + L::times(pg_rho, s.value);
+    const V correction = times<L>(F::scale(s), earlier), h = to_sum(s) + correction;
+    V to_reward = times<L>(F::weight(s), h), to_next = to_next_value(s, F::weight(s), F::share(s), h);
+    if constexpr (kHasAdvantage) {
+      to_reward += L::times(F::advantage_weight(s), s.value);
+      to_next += to_next_value(s, F::advantage_weight(s), 1 - s.lambda, s.value);
+      out[3] = to_later_value(s);
+    }
+    // V is added to the results that are a `value`, and subtracted in x.
+    const V added = F::kFirst == Quantity::value ? s.reward : F::kSecond == Quantity::value ? s.value : V{};
     out[0] = if_live(s, to_reward);
-    out[1] = if_live(s, s.reward - to_reward);
-    out[2] = if_live(
-        s,
-        to_next_value(s, L::product(rho, s.discount), s.reward + earlier) +
-            to_next_value(s, L::product(pg_rho, bootstrap_factor(s)), s.value));
-    out[3] = to_later_target(s);
+    out[1] =
+        if_live(s, F::kFirst == Quantity::sum ? V{} : added - (F::kFirst == Quantity::target ? correction : to_reward));
+    out[2] = if_live(s, to_next);
+  }
+
+ private:
+  // The gradient of x through the results that contain it.
+  template <class L>
+  static GRADSCALE_HOST_DEVICE typename L::V to_sum(const Transition<L>& s) {
+    return F::kSecond == Quantity::value ? s.reward + s.value : s.reward;
+  }
+
+  // The gradient of V + y of step t + 1 through the advantage of step t.
+  template <class L>
+  static GRADSCALE_HOST_DEVICE auto to_later_value(const Transition<L>& s) {
+    if constexpr (kHasAdvantage) {
+      const auto factor = L::product(F::advantage_weight(s), L::product(s.discount, s.lambda));
+      return if_live(s, unless_cut(s, L::times(factor, s.value)));
+    } else {
+      return Zero();
+    }
   }
 };
-
-struct RetraceAdjoint : Adjoint {
-  static constexpr int kResults = 3;
-
-  template <class L, class V = typename L::V>
-  static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
-    return if_live(
-        s, unless_cut(s, L::times(s.discount, s.reward)), unless_cut(s, L::product(s.discount, Retrace::trace(s))));
-  }
-
-  template <class L, class V = typename L::V>
-  static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V /*y*/, V earlier, V* out) {
-    const V correction = L::times(Retrace::trace(s), earlier);
-    const V g = s.reward + correction;
-    out[0] = if_live(s, g);
-    out[1] = if_live(s, V{} - correction);
-    out[2] = if_live(s, to_next_value(s, s.discount, g));
-  }
-};
-
-// ---- Walking -------------------------------------------------------------------------------------------------------
-
-// y of a step, given its map, and y of the step before in the walk.
-template <class F, class L>
-GRADSCALE_HOST_DEVICE typename L::V walked(const Transition<L>& s, const Affine<L>& map, typename L::V before) {
-  if constexpr (F::kHasFactors) {
-    const Factors<L> f = F::template factors<L>(s);
-    return L::times(f.c, f.a + L::times(f.b, before));
-  } else {
-    return map.a + L::times(map.b, before);
-  }
-}
 
 // ---- One lane ------------------------------------------------------------------------------------------------------
 

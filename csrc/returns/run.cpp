@@ -178,7 +178,7 @@ void launch_returns(ReturnsCall call, bool across, const OnDevice& device) {
     return;
   }
   const std::string formula = kFunctions[static_cast<int>(call.formula)].type_name;
-  const std::vector<std::string> arguments{type, formula + (call.is_adjoint ? "Adjoint" : ""), form_of(call)};
+  const std::vector<std::string> arguments{type, call.is_adjoint ? "Adjoint<" + formula + ">" : formula, form_of(call)};
   if (uses_chunks(call)) {
     // A row of two chunks is one chunk of twice as many threads, which waits for no other block.
     const int threads = call.steps > kChunkSteps && call.steps <= 2 * kChunkSteps ? 2 * kThreads : kThreads;

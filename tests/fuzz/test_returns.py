@@ -190,10 +190,8 @@ def test_returns(case: Case) -> None:
         for result, expected in zip(results[1], by_loops(case, data, case.options()), strict=True):
             assert_near(result.detach(), expected, 1e-9)
     watched.check(case.function)
-    ratios = data.get("ratios")
-    is_infinite = ratios is not None and case.clip is None and not ratios.isfinite().all()
-    if case.special == "coefficients" or is_infinite or not case.batch * case.steps:
-        return  # with coefficients that are not finite, a gradient may be NaN or infinite
+    if case.special == "coefficients" or not case.batch * case.steps:
+        return  # a coefficient that is NaN may reach a gradient, or not
     weights = [torch.linspace(-1, 2, found.numel()).reshape(found.shape).double() for found in results[0]]
     if case.special != "none":
         bad = torch.rand(weights[0].shape, generator=torch.Generator().manual_seed(case.seed)) < 0.02

@@ -101,7 +101,7 @@ template <class F, class L, class V, class A>
 GRADSCALE_HOST_DEVICE V
 put_results(const Tile<A>& tile, int64_t r, int64_t i, const Transition<L>& s, V own, V before) {
   V out[kOutputs];
-  F::template results<L>(s, own, before, out);
+  F::results(s, own, before, out);
   V sum = own;
   for (int k = 0; k < F::kResults; ++k) {
     L::store(tile.out[k] + r * tile.out_row_advance[k] + i, out[k]);
@@ -115,7 +115,7 @@ template <class F, class L, class A, class V = typename L::V>
 GRADSCALE_HOST_DEVICE V walk(const Tile<A>& tile, int64_t r, int64_t i, V& y) {
   const Transition<L> s = transition<F, L>(tile, r, i);
   const V before = y;
-  y = walked<F, L>(s, F::template map<L>(s), before);
+  y = F::step(s).walked(before);
   return put_results<F>(tile, r, i, s, y, before);
 }
 
@@ -183,9 +183,10 @@ constexpr int64_t kSideBySide = 8; // rows that are walked at once, because each
 template <class A>
 struct Walk {
   int64_t pitch;
-  A a[kTile];
-  A b[kTile];
-  A c[kTile]; // if the formula has factors
+  A a[kTile]; // a coefficient of Step each; unused if it is One or Zero
+  A outer[kTile];
+  A inner[kTile];
+  A rest[kTile];
   A ys[2 * kTile + 1];
   A carries[kTile]; // y of the last step that was walked, of each row
   A later_values[kTile];
@@ -246,8 +247,33 @@ GRADSCALE_HOST_DEVICE void each_vector(const Tile<A>& tile, const Function& func
   }
 }
 
+// A coefficient in memory. One and Zero are not stored.
+template <class L, class A, class C>
+GRADSCALE_HOST_DEVICE void put(A* to, C x) {
+  if constexpr (std::is_same_v<C, typename L::V>) {
+    L::store(to, x);
+  }
+}
+template <class C, class A>
+GRADSCALE_HOST_DEVICE C read(const A* from, int64_t i) {
+  if constexpr (std::is_same_v<C, A>) {
+    return from[i];
+  } else {
+    return C();
+  }
+}
+
+// One number per lane, without selection.
+template <class A>
+struct PlainLane : OneLane<A> {
+  static GRADSCALE_HOST_DEVICE A times(A c, A x) {
+    return c * x;
+  }
+};
+
 template <class F, int side_by_side, class A>
 GRADSCALE_HOST_DEVICE void walk_rows(const Tile<A>& tile, Walk<A>& w, int64_t row) {
+  using S = decltype(F::step(std::declval<Transition<PlainLane<A> > >()));
   const int64_t count = tile.count;
   A y[side_by_side];
   for (int k = 0; k < side_by_side; ++k) {
@@ -259,10 +285,12 @@ GRADSCALE_HOST_DEVICE void walk_rows(const Tile<A>& tile, Walk<A>& w, int64_t ro
 #pragma GCC unroll 8
     for (int k = 0; k < side_by_side; ++k) {
       const int64_t i = (row + k) * count + t;
-      y[k] = w.a[i] + w.b[i] * y[k];
-      if constexpr (F::kHasFactors) {
-        y[k] *= w.c[i];
-      }
+      const S step{
+          w.a[i],
+          read<decltype(S::outer)>(w.outer, i),
+          read<decltype(S::inner)>(w.inner, i),
+          read<decltype(S::rest)>(w.rest, i)};
+      y[k] = step.walked(y[k]);
       w.ys[(row + k) * w.pitch + t + (F::kAdjoint ? 1 : 0)] = y[k];
     }
   }
@@ -281,16 +309,11 @@ bool walk_along(const Tile<A> tile, Walk<A>& w) {
     using L = decltype(lanes);
     const Transition<L> s = transition<F, L, masked>(tile, r, i);
     const int64_t to = r * width + i;
-    if constexpr (F::kHasFactors) {
-      const Factors<L> f = F::template factors<L>(s);
-      L::store(w.a + to, f.a);
-      L::store(w.b + to, f.b);
-      L::store(w.c + to, f.c);
-    } else {
-      const Affine<L> map = F::template map<L>(s);
-      L::store(w.a + to, map.a);
-      L::store(w.b + to, map.b);
-    }
+    const auto step = F::step(s);
+    L::store(w.a + to, step.a);
+    put<L>(w.outer + to, step.outer);
+    put<L>(w.inner + to, step.inner);
+    put<L>(w.rest + to, step.rest);
   });
   int64_t row = 0;
   for (; row + kSideBySide <= tile.rows; row += kSideBySide) {
@@ -366,7 +389,7 @@ void dispatch_call(const ReturnsCall& call, Function function) {
   switch (call.formula) {
 #define GRADSCALE_CASE(name, type_name, ...) \
   case Formula::name:                        \
-    return either(type_name(), type_name##Adjoint());
+    return either(type_name(), Adjoint<type_name>());
     GRADSCALE_RECURRENCES(GRADSCALE_CASE)
 #undef GRADSCALE_CASE
     case Formula::n_step_returns:

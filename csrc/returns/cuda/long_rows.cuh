@@ -134,7 +134,7 @@ GRADSCALE_DEVICE void walk_chunk(
 #pragma unroll
   for (int k = 0; k < kAhead; ++k) {
     link(steps[k], row.later_in_lanes(steps[k], beyond[k], first + k * kRound<F>, lane));
-    step_maps[k] = F::template map<L>(steps[k]);
+    step_maps[k] = F::step(steps[k]).map();
     lane_maps[k] = composed_lanes<F>(step_maps[k], lane);
     has_zero = has_zero || step_maps[k].b == 0;
     const A a = __shfl_sync(kWholeWarp, lane_maps[k].a, kLast<F>),
@@ -223,7 +223,7 @@ GRADSCALE_DEVICE void walk_chunk(
     }
     carry = __shfl_sync(kWholeWarp, ys[k], kLast<F>);
     A out[kOutputs];
-    F::template results<L>(steps[k], ys[k], before, out);
+    F::results(steps[k], ys[k], before, out);
     if (whole || t < row.steps) {
       row.write(t, out);
     }

@@ -260,7 +260,7 @@ walk_lanes(const Transition<OneLane<A>>& s, const Map<A>& map, const Map<A>& pre
 #pragma unroll 1
     for (int turn = 0; turn < lanes; ++turn) {
       if (turn_of<F, lanes>(lane) == turn && !is_finite(y)) {
-        y = walked<F, OneLane<A>>(s, map, carry);
+        y = F::step(s).walked(carry);
       }
       carry = __shfl_sync(kWholeWarp, y, turn_of<F, lanes>(turn), lanes);
     }
@@ -271,8 +271,7 @@ walk_lanes(const Transition<OneLane<A>>& s, const Map<A>& map, const Map<A>& pre
 // The warps of a block apply their maps one after the other. `before` is y before this thread's steps, and `last` is y
 // after the steps of the last warp.
 template <class F, class A, int count>
-GRADSCALE_DEVICE void walk_warps(
-    const Transition<OneLane<A>> (&steps)[count], const Map<A> (&maps)[count], A* shared, A carry, A& before, A& last) {
+GRADSCALE_DEVICE void walk_warps(const Transition<OneLane<A>> (&steps)[count], A* shared, A carry, A& before, A& last) {
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize, lane = static_cast<int>(threadIdx.x) % kWarpSize;
   for (int w = 0; w < kWarps; ++w) {
     if (w == warp) {
@@ -280,7 +279,7 @@ GRADSCALE_DEVICE void walk_warps(
       A y = before;
 #pragma unroll
       for (int k = 0; k < count; ++k) {
-        y = walked<F, OneLane<A>>(steps[k], maps[k], y);
+        y = F::step(steps[k]).walked(y);
       }
       shared[threadIdx.x] = y;
     }
@@ -332,14 +331,14 @@ GRADSCALE_DEVICE void walk_along(
       const Index t = first + k * kRound<F>;
       Transition<L>& s = steps[k];
       link(s, row.later_in_lanes(s, beyond[k], t, lane));
-      const Map<A> map = F::template map<L>(s);
+      const Map<A> map = F::step(s).map();
       const A y = walk_lanes<F>(s, map, composed_lanes<F>(map, lane), carry, lane);
       A before = A(0);
       if constexpr (F::kReadsEarlier) {
         before = earlier<F>(y, lane, carry);
       }
       A out[kOutputs];
-      F::template results<L>(s, y, before, out);
+      F::results(s, y, before, out);
       if (whole || t < row.steps) {
         row.write(t, out);
       }
@@ -398,11 +397,11 @@ recur_short(GRADSCALE_ARGUMENT(ReturnsCall) call) {
       const Index t = step(k);
       Transition<L>& s = steps[k];
       link(s, row.template later_in_lanes<lanes>(s, Later<A>(), t, lane));
-      const Map<A> map = F::template map<L>(s);
+      const Map<A> map = F::step(s).map();
       const A y = walk_lanes<F, lanes>(s, map, composed_lanes<F, lanes>(map, lane), A(0), lane);
       const A before = F::kReadsEarlier ? earlier<F, lanes>(y, lane, A(0)) : A(0);
       A out[kOutputs];
-      F::template results<L>(s, y, before, out);
+      F::results(s, y, before, out);
       if (t < row.steps) {
         row.write(t, out);
       }
@@ -423,7 +422,6 @@ GRADSCALE_DEVICE void walk_across(
   const auto first = static_cast<Index>(begin + warp * kAhead); // in the order of the walk
   const auto step = [&](int k) { return F::kAdjoint ? first + k : row.steps - 1 - first - k; };
   Transition<L> steps[kAhead];
-  Map<A> maps[kAhead];
   Map<A> all{A(0), A(1)};
 #pragma unroll
   for (int k = 0; k < kAhead; ++k) {
@@ -439,8 +437,8 @@ GRADSCALE_DEVICE void walk_across(
     const bool is_own = later >= 0 && later < kAhead;
     const Transition<L>& other = steps[is_own ? later : k];
     link(steps[k], is_own ? Later<A>{other.live, other.value} : beyond);
-    maps[k] = F::template map<L>(steps[k]);
-    all = {maps[k].a + maps[k].b * all.a, maps[k].b * all.b};
+    const Map<A> map = F::step(steps[k]).map();
+    all = {map.a + map.b * all.a, map.b * all.b};
   }
   shared_a[threadIdx.x] = all.a;
   shared_b[threadIdx.x] = all.b;
@@ -453,15 +451,15 @@ GRADSCALE_DEVICE void walk_across(
   }
   __syncthreads();
   if (__any_sync(kWholeWarp, !is_finite(next))) { // the same in all warps; finite only if y of every warp is
-    walk_warps<F>(steps, maps, shared_a, carry, y, next);
+    walk_warps<F>(steps, shared_a, carry, y, next);
   }
   carry = next;
 #pragma unroll
   for (int k = 0; k < kAhead; ++k) {
     const Transition<L>& s = steps[k];
-    const A own = walked<F, L>(s, maps[k], y);
+    const A own = F::step(s).walked(y);
     A out[kOutputs];
-    F::template results<L>(s, own, y, out);
+    F::results(s, own, y, out);
     if (whole || (is_row && first + k < row.steps)) {
       row.write(step(k), out);
     }
