@@ -195,6 +195,18 @@ GRADSCALE_DEVICE Map<A> composed(const Map<A>& map, const Map<A>& before) {
   return {applied(map, before.a), OneLane<A>::product(map.b, before.b)};
 }
 
+// y of a step with this map, given y of the step before in the walk. A map that is not a + b y by itself is not used,
+// because the products in it may overflow where y does not.
+template <class F, class A>
+GRADSCALE_DEVICE A walked(const Transition<OneLane<A>>& s, const Map<A>& map, A before) {
+  const auto step = F::step(s);
+  if constexpr (std::is_same_v<decltype(step.outer), One>) {
+    return applied(map, before);
+  } else {
+    return step.walked(before);
+  }
+}
+
 // `lanes` neighbours own a row, each a step of it. All lanes of the warp call these functions.
 
 // Returns x of the lane that is `distance` lanes earlier in the walk, or this lane's x if the row has no such lane.
@@ -260,7 +272,7 @@ walk_lanes(const Transition<OneLane<A>>& s, const Map<A>& map, const Map<A>& pre
 #pragma unroll 1
     for (int turn = 0; turn < lanes; ++turn) {
       if (turn_of<F, lanes>(lane) == turn && !is_finite(y)) {
-        y = F::step(s).walked(carry);
+        y = walked<F>(s, map, carry);
       }
       carry = __shfl_sync(kWholeWarp, y, turn_of<F, lanes>(turn), lanes);
     }
