@@ -65,10 +65,7 @@ def run_muzero(window: Window) -> MuZeroTargets:
         return _distributed.by_whole(lambda whole: run_muzero(Window(*whole)), tuple(window))  # type: ignore[no-any-return]
     device = window.rewards.device
     if device.type not in (*_native.DEVICE_TYPES, "meta"):
-        arguments = window._asdict()
-        horizon = arguments.pop("prefix_horizon")
-        prefix = {"reward": "value_prefix", "prefix_horizon": horizon} if horizon else {}
-        return reference.muzero_targets(**arguments, **prefix)
+        return reference.of_window(window)
     check_values(window)
     discounts, discount = _split(window.discount, result_dtype(*window), device)
     horizons, td_steps = (window.td_steps, 1) if isinstance(window.td_steps, torch.Tensor) else (None, window.td_steps)

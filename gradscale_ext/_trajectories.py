@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -103,24 +103,24 @@ FUNCTIONS: dict[str, Function] = {}
 
 
 class Trajectories(NamedTuple):
-    """A checked call of a function over transitions, in the caller's order of dimensions.
+    """The arguments of a function over transitions, in the caller's order of dimensions: as given, and as checked.
 
-    `values` is None where the function does not read it. It has one step more than `rewards` if `next_values` is None.
-    `n_step_transitions` has neither.
+    `values` has one step more than `rewards` if `next_values` is None. `n_step_transitions` has neither. `clips` are
+    the limits of the ratios, at most three. A checked call has a number for each, and 0 for n if there is none.
     """
 
     rewards: torch.Tensor
-    values: torch.Tensor | None
-    next_values: torch.Tensor | None
-    ratios: torch.Tensor | None
-    discount: Discount
-    lambda_: Discount
-    terminated: torch.Tensor | None
-    truncated: torch.Tensor | None
-    mask: torch.Tensor | None
-    batch_first: bool
-    clips: tuple[float, float, float] = (torch.inf, torch.inf, torch.inf)
+    values: torch.Tensor | None = None
+    next_values: torch.Tensor | None = None
+    ratios: torch.Tensor | None = None
+    discount: Discount = 1.0
+    lambda_: Discount = 1.0
+    terminated: torch.Tensor | None = None
+    truncated: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    clips: tuple[float, ...] = ()
     n: int = 0
+    batch_first: bool = True
 
 
 class Checker:
@@ -338,68 +338,36 @@ class Checker:
         return _numbers.integer(f"{self.function}: {name}", value, least, most)  # type: ignore[no-any-return]
 
 
-def check_trajectories(
-    function: str,
-    rewards: Any,
-    values: Any = None,
-    next_values: Any = None,
-    *,
-    discount: Any,
-    lambda_: Any = 1.0,
-    ratios: Any = None,
-    clips: Sequence[Any] = (),
-    n: Any = None,
-    terminated: Any = None,
-    truncated: Any = None,
-    mask: Any = None,
-    batch_first: Any = True,
-) -> Trajectories:
-    """Check the arguments of one of the functions over transitions. `clips` may be longer than the function's.
+def check_trajectories(function: str, call: Trajectories) -> Trajectories:
+    """Check the arguments of one of the functions over transitions.
 
     Raises:
         TypeError: a type or dtype is wrong.
         ValueError: a shape, device or number is wrong, or a constant requires grad.
     """
     takes = FUNCTIONS[function]
-    others = {
-        takes.values or "values": values,
-        "next_values": next_values,
-        "ratios": ratios,
-        "discount": discount,
-        "lambda_": lambda_,
-        "terminated": terminated,
-        "truncated": truncated,
-        "mask": mask,
-    }
-    check = Checker(function, rewards, batch_first, others)
+    others = {takes.values if name == "values" else name: value for name, value in call._asdict().items()}
+    check = Checker(function, others.pop("rewards"), others.pop("batch_first"), others)
+    next_values, ratios = others["next_values"], others["ratios"]
     if next_values is not None or not takes.has_observations:
         check.floats("next_values", next_values)
         check.shaped("next_values", next_values)
     if takes.values:
-        _check_values(check, takes, values, next_values, truncated)
+        _check_values(check, takes, call.values, next_values, call.truncated)
     if takes.clips:
         check.floats("ratios", ratios)
         check.constant("ratios", ratios)
         check.shaped("ratios", ratios)
-    discount = check.coefficient("discount", discount, -1)
-    lambda_ = 1.0 if takes.has_n else check.coefficient("lambda_", lambda_, 0)
-    for flag, value in (("terminated", terminated), ("truncated", truncated), ("mask", mask)):
-        check.flags(flag, value)
-    limits = [check.clip(name, value) for name, value in zip(takes.clips, clips, strict=False)]
-    rho, c, pg_rho = [*limits, torch.inf, torch.inf, torch.inf][:3]
-    return Trajectories(
-        rewards=rewards,
-        values=values,
-        next_values=next_values,
-        ratios=ratios,
+    discount = check.coefficient("discount", call.discount, -1)
+    lambda_ = 1.0 if takes.has_n else check.coefficient("lambda_", call.lambda_, 0)
+    for flag in ("terminated", "truncated", "mask"):
+        check.flags(flag, others[flag])
+    limits = [check.clip(name, value) for name, value in zip(takes.clips, call.clips, strict=False)]
+    return call._replace(
         discount=discount,
         lambda_=lambda_,
-        terminated=terminated,
-        truncated=truncated,
-        mask=mask,
-        batch_first=batch_first,
-        clips=(rho, c, pg_rho),
-        n=check.integer("n", n, 1) if takes.has_n else 0,
+        clips=(*limits, torch.inf, torch.inf, torch.inf)[:3],
+        n=check.integer("n", call.n, 1) if takes.has_n else 0,
     )
 
 

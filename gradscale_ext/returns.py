@@ -21,11 +21,12 @@ from ._trajectories import (
     GeneralizedAdvantages,
     MuZeroTargets,
     NStepTransitions,
+    Trajectories,
     VTrace,
     check_trajectories,
 )
 from ._trajectory_values import check_values
-from ._windows import check_window
+from ._windows import Window, check_window
 
 Tensor = torch.Tensor
 
@@ -40,11 +41,8 @@ def _results(
     next_values: Any,
     discount: Any,
     lambda_: Any,
-    terminated: Any,
-    truncated: Any,
-    mask: Any,
+    flags: tuple[Any, Any, Any],
     batch_first: Any,
-    *,
     check: Any,
     ratios: Any = None,
     clips: tuple[Any, Any, Any] = (None, None, None),
@@ -52,28 +50,12 @@ def _results(
 ) -> Sequence[Tensor]:
     """Compute the results. Eager calls go straight to C++; other calls, and unusual arguments, are checked in Python
     first."""
-    flags = (terminated, truncated, mask)
+    given = (rewards, values, next_values, ratios, discount, lambda_, *flags, clips, n, batch_first)
     if check is False and _context.is_eager():
-        results = _returns(
-            FORMULAS[function], rewards, values, next_values, ratios, discount, lambda_, *flags, clips, n, batch_first
-        )
+        results = _returns(FORMULAS[function], *given)
         if results:  # a Refusal is False, which is asked sooner than its type
             return results
-    call = check_trajectories(
-        function,
-        rewards,
-        values,
-        next_values,
-        discount=discount,
-        lambda_=lambda_,
-        ratios=ratios,
-        clips=clips,
-        n=n,
-        terminated=terminated,
-        truncated=truncated,
-        mask=mask,
-        batch_first=batch_first,
-    )
+    call = check_trajectories(function, Trajectories(*given))
     _numbers.check_flag(f"{function}: check", check)
     if check:
         check_values(function, call)
@@ -151,20 +133,8 @@ def lambda_returns(
     ... )
     tensor([[1.5000, 1.0000, 5.0000]])
     """
-    results = _results(
-        "lambda_returns",
-        rewards,
-        values,
-        next_values,
-        discount,
-        lambda_,
-        terminated,
-        truncated,
-        mask,
-        batch_first,
-        check=check,
-    )
-    return results[0]
+    flags = terminated, truncated, mask
+    return _results("lambda_returns", rewards, values, next_values, discount, lambda_, flags, batch_first, check)[0]
 
 
 @with_known_names
@@ -202,20 +172,8 @@ def n_step_returns(
     >>> n_step_returns(rewards, values, discount=0.5, n=2)
     tensor([[2.5000, 3.5000, 5.0000]])
     """
-    results = _results(
-        "n_step_returns",
-        rewards,
-        values,
-        next_values,
-        discount,
-        1.0,
-        terminated,
-        truncated,
-        mask,
-        batch_first,
-        check=check,
-        n=n,
-    )
+    flags = terminated, truncated, mask
+    results = _results("n_step_returns", rewards, values, next_values, discount, 1.0, flags, batch_first, check, n=n)
     return results[0]
 
 
@@ -264,20 +222,8 @@ def n_step_transitions(
     >>> parts.rewards, parts.discounts, parts.steps
     (tensor([[1.5000, 1.5000, 1.0000]]), tensor([[0.2500, 0.2500, 0.5000]]), tensor([[2, 2, 1]]))
     """
-    results = _results(
-        "n_step_transitions",
-        rewards,
-        None,
-        None,
-        discount,
-        1.0,
-        terminated,
-        truncated,
-        mask,
-        batch_first,
-        check=check,
-        n=n,
-    )
+    flags = terminated, truncated, mask
+    results = _results("n_step_transitions", rewards, None, None, discount, 1.0, flags, batch_first, check, n=n)
     return NStepTransitions(*results)
 
 
@@ -322,18 +268,9 @@ def generalized_advantages(
     >>> generalized_advantages(rewards, values, discount=1.0, lambda_=0.5).advantages
     tensor([[2.2500, 2.5000]])
     """
+    flags = terminated, truncated, mask
     results = _results(
-        "generalized_advantages",
-        rewards,
-        values,
-        next_values,
-        discount,
-        lambda_,
-        terminated,
-        truncated,
-        mask,
-        batch_first,
-        check=check,
+        "generalized_advantages", rewards, values, next_values, discount, lambda_, flags, batch_first, check
     )
     return GeneralizedAdvantages(*results)
 
@@ -387,20 +324,9 @@ def vtrace(
     >>> vtrace(torch.ones(1, 2), torch.zeros(1, 3), ratios=ratios, discount=1.0).targets
     tensor([[1.5000, 0.5000]])
     """
+    flags, clips = (terminated, truncated, mask), (clip_rho, clip_c, clip_pg_rho)
     results = _results(
-        "vtrace",
-        rewards,
-        values,
-        next_values,
-        discount,
-        lambda_,
-        terminated,
-        truncated,
-        mask,
-        batch_first,
-        check=check,
-        ratios=ratios,
-        clips=(clip_rho, clip_c, clip_pg_rho),
+        "vtrace", rewards, values, next_values, discount, lambda_, flags, batch_first, check, ratios, clips
     )
     return VTrace(*results)
 
@@ -451,20 +377,9 @@ def retrace(
     >>> retrace(torch.ones(1, 2), zeros, zeros, ratios=ratios, discount=1.0)
     tensor([[1.5000, 1.0000]])
     """
+    flags, clips = (terminated, truncated, mask), (clip_c, None, None)
     results = _results(
-        "retrace",
-        rewards,
-        q_values,
-        next_values,
-        discount,
-        lambda_,
-        terminated,
-        truncated,
-        mask,
-        batch_first,
-        check=check,
-        ratios=ratios,
-        clips=(clip_c, None, None),
+        "retrace", rewards, q_values, next_values, discount, lambda_, flags, batch_first, check, ratios, clips
     )
     return results[0]
 
@@ -551,36 +466,10 @@ def muzero_targets(
     >>> targets.values, targets.rewards, targets.policy_mask
     (tensor([[1.5000, 1.0000, 0.0000]]), tensor([[1., 1.]]), tensor([[ True,  True, False]]))
     """
+    steps = num_unroll_steps, td_steps, discount, lengths
+    given = (rewards, root_values, *steps, terminated, to_play, reward, prefix_horizon, root_reward, batch_first)
     if check is False and _context.is_eager():
-        results = _muzero_targets(
-            rewards,
-            root_values,
-            num_unroll_steps,
-            td_steps,
-            discount,
-            lengths,
-            terminated,
-            to_play,
-            reward,
-            prefix_horizon,
-            root_reward,
-            batch_first,
-        )
+        results = _muzero_targets(*given)
         if not isinstance(results, Refusal):
             return MuZeroTargets(*results)
-    window = check_window(
-        rewards,
-        root_values,
-        num_unroll_steps,
-        td_steps,
-        discount,
-        lengths,
-        terminated,
-        to_play,
-        reward,
-        prefix_horizon,
-        root_reward,
-        batch_first,
-        check,
-    )
-    return run_muzero(window)
+    return run_muzero(check_window(Window(*given, check)))

@@ -245,7 +245,7 @@ CASES = {
     ),
     "detach, operator": Case(
         lambda ratios=RATIOS.clone().requires_grad_(): _returns_operator.run(
-            "vtrace", Trajectories(R, V1, None, ratios, 0.9, 1.0, None, None, None, True, (1.0, 1.0, 1.0))
+            "vtrace", Trajectories(R, V1, None, ratios, 0.9, clips=(1.0, 1.0, 1.0))
         ),
         (gs.vtrace(R, V1, ratios=RATIOS, discount=0.9),),
     ),

@@ -14,6 +14,7 @@ from .returns import (
     n_step_returns,
     n_step_transitions,
     of_trajectories,
+    of_window,
     retrace,
     vtrace,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "normalize_gradient",
     "octaves_of",
     "of_trajectories",
+    "of_window",
     "project",
     "raw_centers",
     "retrace",

@@ -28,7 +28,7 @@ from .._trajectories import (
     check_trajectories,
 )
 from .._window_values import check_targets, check_values, horizons
-from .._windows import check_window
+from .._windows import Window, check_window
 
 Tensor = torch.Tensor
 Results = TypeVar("Results")
@@ -137,8 +137,8 @@ def _over_trajectories(takes: Function) -> Callable[[Callable[[Trajectories], Re
             given.apply_defaults()
             arguments = given.arguments
             values = arguments.pop(takes.values, None)
-            clips = [arguments.pop(clip) for clip in takes.clips]
-            return compute(check_trajectories(name, values=values, clips=clips, **arguments))
+            clips = tuple(arguments.pop(clip) for clip in takes.clips)
+            return compute(check_trajectories(name, Trajectories(values=values, clips=clips, **arguments)))
 
         function.__signature__ = signature  # type: ignore[attr-defined]
         return function
@@ -274,22 +274,20 @@ def muzero_targets(
     check: bool = False,
 ) -> MuZeroTargets:
     """``z_j = sum_{i<m} discount^i s_{j,j+i} r_{j+i} + discount^m s_{j,j+m} nu_{j+m}``, m <= td_steps_j."""
-    call = check_window(
-        rewards,
-        root_values,
-        num_unroll_steps,
-        td_steps,
-        discount,
-        lengths,
-        terminated,
-        to_play,
-        reward,
-        prefix_horizon,
-        root_reward,
-        batch_first,
-        check,
-    )
+    steps = num_unroll_steps, td_steps, discount, lengths
+    given = (rewards, root_values, *steps, terminated, to_play, reward, prefix_horizon, root_reward, batch_first, check)
+    return of_window(check_window(Window(*given)))
+
+
+def of_window(call: Window) -> MuZeroTargets:
+    """The targets of a checked window."""
     check_values(call)
+    lengths, td_steps, num_unroll_steps, batch_first = (
+        call.lengths,
+        call.td_steps,
+        call.num_unroll_steps,
+        call.batch_first,
+    )
     dtype = result_dtype(*call)
 
     def rows(tensor: Tensor) -> Tensor:
@@ -298,7 +296,7 @@ def muzero_targets(
     r, nu = rows(call.rewards).to(dtype), rows(call.root_values).to(dtype)
     size, moves = r.shape
     length = torch.full((size,), moves, device=r.device) if lengths is None else lengths.clamp(0, moves)
-    is_over = torch.zeros(size, dtype=torch.bool, device=r.device) if terminated is None else terminated
+    is_over = torch.zeros(size, dtype=torch.bool, device=r.device) if call.terminated is None else call.terminated
     player = torch.zeros_like(nu, dtype=torch.int64) if call.to_play is None else rows(call.to_play).long()
     is_matrix = isinstance(call.discount, Tensor) and call.discount.dim() == 2
     gamma: Any = rows(call.discount)[:, 0] if is_matrix else call.discount  # type: ignore[arg-type]
