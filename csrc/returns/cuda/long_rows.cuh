@@ -109,11 +109,57 @@ GRADSCALE_DEVICE A walk_chunks(const PublishedMap<A>* published, int64_t count, 
   return y;
 }
 
+// Publishes the map of a chunk, unless it is not finite, and returns y before the chunk. Called by one warp.
+template <class A>
+GRADSCALE_DEVICE A enter_chunk(PublishedMap<A>* own, const Map<A>& map, int64_t chunk, int lane, bool& is_published) {
+  const bool has_map = is_finite(map.a) && is_finite(map.b), ends_series = chunk % kSeries == kSeries - 1;
+  is_published = has_map && !ends_series;
+  if (lane == 0 && is_published) {
+    publish(own, map);
+  }
+  const A y = walk_chunks(own, chunk % kSeries, chunk < kSeries, lane);
+  const A after = applied(map, y);
+  if (lane == 0 && ends_series && has_map && is_finite(after)) {
+    publish(own, Map<A>{after, A(0)});
+    is_published = true;
+  }
+  return y;
+}
+
+// kAhead rounds of a warp: the steps of this lane, their maps, and the composed maps up to this lane in each round.
+template <class A, class F>
+struct Rounds {
+  Transition<OneLane<A>> steps[kAhead];
+  Map<A> step_maps[kAhead];
+  Map<A> lane_maps[kAhead];
+
+  // Stores y of the steps in `ys`, given y before the first. Returns false for a lane with a y that is not finite.
+  GRADSCALE_DEVICE bool apply(A y, A (&ys)[kAhead]) const {
+    bool is_exact = true;
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      ys[k] = lane_maps[k].a + lane_maps[k].b * y;
+      y = __shfl_sync(kWholeWarp, ys[k], kLast<F>);
+      is_exact = is_exact && is_finite(ys[k]);
+    }
+    return is_exact;
+  }
+
+  // The same, also where numbers are not finite. Returns y after the warp's steps.
+  GRADSCALE_DEVICE A walk(A y, A (&ys)[kAhead], int lane) const {
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      ys[k] = walk_lanes<F>(steps[k], step_maps[k], lane_maps[k], y, lane);
+      y = __shfl_sync(kWholeWarp, ys[k], kLast<F>);
+    }
+    return y;
+  }
+};
+
 // `begin`: the first step of the chunk. `whole`: the row has all steps of a chunk from there on.
 template <bool whole, int warps, class A, class F, Layout layout, unsigned given>
 GRADSCALE_DEVICE void walk_chunk(
     const Row<A, F, layout, given>& row, int64_t begin, int64_t chunk, PublishedMap<A>* own, A* shared) {
-  using L = OneLane<A>;
   using Index = typename Row<A, F, layout, given>::Index;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize, warp = static_cast<int>(threadIdx.x) / kWarpSize;
   // The position of the warp in the walk. Steps increase with the warp, so an adjoint walks through the warps in their
@@ -121,28 +167,27 @@ GRADSCALE_DEVICE void walk_chunk(
   const int turn = F::kAdjoint ? warp : warps - 1 - warp;
   const int64_t begin_of_warp = begin + warp * (kAhead * kWarpSize);
   const auto first = static_cast<Index>(begin_of_warp + (F::kAdjoint ? 0 : (kAhead - 1) * kWarpSize) + lane);
-  Transition<L> steps[kAhead];
+  Rounds<A, F> rounds;
   Later<A> beyond[kAhead];
   if (whole || begin_of_warp + kAhead * kWarpSize <= row.steps) {
-    read_along<true>(row, first, lane, steps, beyond);
+    read_along<true>(row, first, lane, rounds.steps, beyond);
   } else {
-    read_along<false>(row, first, lane, steps, beyond);
+    read_along<false>(row, first, lane, rounds.steps, beyond);
   }
-  Map<A> step_maps[kAhead], lane_maps[kAhead];
   Map<A> warp_map{A(0), A(1)};
   bool has_zero = false;
 #pragma unroll
   for (int k = 0; k < kAhead; ++k) {
-    link(steps[k], row.later_in_lanes(steps[k], beyond[k], first + k * kRound<F>, lane));
-    step_maps[k] = F::step(steps[k]).map();
-    lane_maps[k] = composed_lanes<F>(step_maps[k], lane);
-    has_zero = has_zero || step_maps[k].b == 0;
-    const A a = __shfl_sync(kWholeWarp, lane_maps[k].a, kLast<F>),
-            b = __shfl_sync(kWholeWarp, lane_maps[k].b, kLast<F>);
+    Transition<OneLane<A>>& s = rounds.steps[k];
+    link(s, row.later_in_lanes(s, beyond[k], first + k * kRound<F>, lane));
+    const Map<A> map = rounds.step_maps[k] = F::step(s).map();
+    const Map<A> all = rounds.lane_maps[k] = composed_lanes<F>(map, lane);
+    has_zero = has_zero || map.b == 0;
+    const A a = __shfl_sync(kWholeWarp, all.a, kLast<F>), b = __shfl_sync(kWholeWarp, all.b, kLast<F>);
     warp_map = {a + b * warp_map.a, b * warp_map.b};
   }
   if (!__any_sync(kWholeWarp, has_zero) && warp_map.b == 0) {
-    warp_map.b = L::underflow(warp_map.b);
+    warp_map.b = OneLane<A>::underflow(warp_map.b);
   }
   if (lane == 0) {
     shared[2 * turn] = warp_map.a;
@@ -151,19 +196,10 @@ GRADSCALE_DEVICE void walk_chunk(
   __syncthreads();
   const int place = lane % warps;
   const Map<A> to_warp = composed_in_order<warps>(Map<A>{shared[2 * place], shared[2 * place + 1]}, lane);
-  const Map<A> all{__shfl_sync(kWholeWarp, to_warp.a, warps - 1), __shfl_sync(kWholeWarp, to_warp.b, warps - 1)};
-  const bool has_map = is_finite(all.a) && is_finite(all.b), ends_series = chunk % kSeries == kSeries - 1;
-  bool is_published = has_map && !ends_series;
+  bool is_published = false;
   if (warp == 0) {
-    if (lane == 0 && is_published) {
-      publish(own, all);
-    }
-    const A y = walk_chunks(own, chunk % kSeries, chunk < kSeries, lane);
-    const A after = applied(all, y);
-    if (lane == 0 && ends_series && has_map && is_finite(after)) {
-      publish(own, Map<A>{after, A(0)});
-      is_published = true;
-    }
+    const Map<A> all{__shfl_sync(kWholeWarp, to_warp.a, warps - 1), __shfl_sync(kWholeWarp, to_warp.b, warps - 1)};
+    const A y = enter_chunk(own, all, chunk, lane, is_published);
     if (lane == 0) {
       shared[2 * warps] = y;
     }
@@ -175,14 +211,6 @@ GRADSCALE_DEVICE void walk_chunk(
   A carry = turn == 0 ? chunk_value : before_warp;
   A last = __shfl_sync(kWholeWarp, after_warp, warps - 1);
   A ys[kAhead];
-  const auto walk_checked = [&](A y) { // returns y after the warp's steps
-#pragma unroll
-    for (int k = 0; k < kAhead; ++k) {
-      ys[k] = walk_lanes<F>(steps[k], step_maps[k], lane_maps[k], y, lane);
-      y = __shfl_sync(kWholeWarp, ys[k], kLast<F>);
-    }
-    return y;
-  };
   if (__any_sync(kWholeWarp, !is_finite(after_warp))) { // the same in all warps, which walk one after the other
     last = chunk_value;
 #pragma unroll 1
@@ -190,7 +218,7 @@ GRADSCALE_DEVICE void walk_chunk(
       __syncthreads();
       if (w == turn) {
         carry = is_finite(carry) ? carry : last; // keeps its bits, whatever follows in the walk
-        const A after = walk_checked(carry);
+        const A after = rounds.walk(carry, ys, lane);
         if (lane == 0) {
           shared[0] = after;
         }
@@ -198,35 +226,16 @@ GRADSCALE_DEVICE void walk_chunk(
       __syncthreads();
       last = shared[0];
     }
-  } else {
-    A y = carry;
-    bool is_exact = true;
-#pragma unroll
-    for (int k = 0; k < kAhead; ++k) {
-      ys[k] = lane_maps[k].a + lane_maps[k].b * y;
-      y = __shfl_sync(kWholeWarp, ys[k], kLast<F>);
-      is_exact = is_exact && is_finite(ys[k]);
-    }
-    if (__any_sync(kWholeWarp, !is_exact)) {
-      walk_checked(carry);
-    }
+  } else if (__any_sync(kWholeWarp, !rounds.apply(carry, ys))) {
+    rounds.walk(carry, ys, lane);
   }
   if (threadIdx.x == 0 && !is_published) {
     publish(own, Map<A>{last, A(0)});
   }
 #pragma unroll
   for (int k = 0; k < kAhead; ++k) {
-    const Index t = first + k * kRound<F>;
-    A before = A(0);
-    if constexpr (F::kReadsEarlier) {
-      before = earlier<F>(ys[k], lane, carry);
-    }
+    write_results<whole>(row, first + k * kRound<F>, rounds.steps[k], ys[k], carry, lane);
     carry = __shfl_sync(kWholeWarp, ys[k], kLast<F>);
-    A out[kOutputs];
-    F::results(steps[k], ys[k], before, out);
-    if (whole || t < row.steps) {
-      row.write(t, out);
-    }
   }
 }
 

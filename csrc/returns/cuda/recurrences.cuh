@@ -280,6 +280,27 @@ walk_lanes(const Transition<OneLane<A>>& s, const Map<A>& map, const Map<A>& pre
   return y;
 }
 
+// Writes the results of this lane's step t, given its y, and y of the step before the first. `is_inside`: t is known to
+// be in the row.
+template <bool is_inside, int lanes = kWarpSize, class A, class F, Layout layout, unsigned given>
+GRADSCALE_DEVICE void write_results(
+    const Row<A, F, layout, given>& row,
+    typename Row<A, F, layout, given>::Index t,
+    const Transition<OneLane<A>>& s,
+    A y,
+    A carry,
+    int lane) {
+  A before = A(0);
+  if constexpr (F::kReadsEarlier) {
+    before = earlier<F, lanes>(y, lane, carry);
+  }
+  A out[kOutputs];
+  F::results(s, y, before, out);
+  if (is_inside || t < row.steps) {
+    row.write(t, out);
+  }
+}
+
 // The warps of a block apply their maps one after the other. `before` is y before this thread's steps, and `last` is y
 // after the steps of the last warp.
 template <class F, class A, int count>
@@ -345,15 +366,7 @@ GRADSCALE_DEVICE void walk_along(
       link(s, row.later_in_lanes(s, beyond[k], t, lane));
       const Map<A> map = F::step(s).map();
       const A y = walk_lanes<F>(s, map, composed_lanes<F>(map, lane), carry, lane);
-      A before = A(0);
-      if constexpr (F::kReadsEarlier) {
-        before = earlier<F>(y, lane, carry);
-      }
-      A out[kOutputs];
-      F::results(s, y, before, out);
-      if (whole || t < row.steps) {
-        row.write(t, out);
-      }
+      write_results<whole>(row, t, s, y, carry, lane);
       carry = __shfl_sync(kWholeWarp, y, kLast<F>);
     }
   }
@@ -411,12 +424,7 @@ recur_short(GRADSCALE_ARGUMENT(ReturnsCall) call) {
       link(s, row.template later_in_lanes<lanes>(s, Later<A>(), t, lane));
       const Map<A> map = F::step(s).map();
       const A y = walk_lanes<F, lanes>(s, map, composed_lanes<F, lanes>(map, lane), A(0), lane);
-      const A before = F::kReadsEarlier ? earlier<F, lanes>(y, lane, A(0)) : A(0);
-      A out[kOutputs];
-      F::results(s, y, before, out);
-      if (t < row.steps) {
-        row.write(t, out);
-      }
+      write_results<false, lanes>(row, t, s, y, A(0), lane);
     }
   }
 }
