@@ -20,8 +20,7 @@ import tape
 import torch
 
 import gradscale_ext as gs
-from gradscale_ext import _context, _returns_operator
-from gradscale_ext._trajectories import Trajectories
+from gradscale_ext import _context
 from gradscale_ext.capture import graphs
 
 
@@ -243,11 +242,9 @@ CASES = {
         lambda ratios=RATIOS.clone().requires_grad_(): gs.vtrace(R, V1, ratios=ratios, discount=0.9),
         (gs.vtrace(R, V1, ratios=RATIOS, discount=0.9),),
     ),
-    "detach, operator": Case(
-        lambda ratios=RATIOS.clone().requires_grad_(): _returns_operator.run(
-            "vtrace", Trajectories(R, V1, None, ratios, 0.9, clips=(1.0, 1.0, 1.0))
-        ),
-        (gs.vtrace(R, V1, ratios=RATIOS, discount=0.9),),
+    "detach, reference": Case(
+        lambda ratios=RATIOS.clone().requires_grad_(): gs.reference.vtrace(R, V1, ratios=ratios, discount=0.9),
+        (gs.reference.vtrace(R, V1, ratios=RATIOS, discount=0.9),),
     ),
     # Names of arguments
     "scale": Case(

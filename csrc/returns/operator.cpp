@@ -107,27 +107,33 @@ class LinearBackward : public SavingNode {
 };
 
 void check_constant(const char* function, const char* name, const at::Tensor& tensor) {
+  const bool requires_grad = autograd::compute_requires_grad(tensor);
   TORCH_CHECK_VALUE(
-      !autograd::compute_requires_grad(tensor) && !has_tangent(tensor),
+      !requires_grad && !has_tangent(tensor),
       function,
       ": ",
       name,
-      " requires grad, but it is a constant and gets no gradient; write ",
+      requires_grad ? " requires grad" : " has a tangent of forward mode",
+      ", but it is a constant and gets no gradient; write ",
       name,
       ".detach()");
 }
 
-void check_constants(const LinearCall& call) {
+} // namespace
+
+void check_constants(const MuZeroWindows& windows) {
+  constexpr const char* function = "muzero_targets";
+  check_constant(function, "rewards", windows.rewards);
+  check_constant(function, "root_values", windows.root_values);
+  check_constant(function, "root_reward", windows.root_reward);
+  check_constant(function, "discount", windows.discounts);
+}
+
+std::vector<at::Tensor> returns(const LinearCall& call, bool is_plain) {
   const char* function = kFunctions[call.formula].name;
   check_constant(function, "ratios", call.ratios);
   check_constant(function, "discount", call.discounts);
   check_constant(function, "lambda_", call.lambdas);
-}
-
-} // namespace
-
-std::vector<at::Tensor> returns(const LinearCall& call, bool is_plain) {
-  check_constants(call);
   const auto& [rewards, values, next_values] = call.inputs;
   const bool requires_grad = autograd::compute_requires_grad(rewards, values, next_values);
   Tensors results;
@@ -219,11 +225,7 @@ Tensors returns_with_autograd(const LinearCall& call) {
 }
 
 void muzero_with_checks(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const MuZeroWindows windows = call_from<MuZeroWindows>(op, *stack);
-  check_constant("muzero_targets", "rewards", windows.rewards);
-  check_constant("muzero_targets", "root_values", windows.root_values);
-  check_constant("muzero_targets", "root_reward", windows.root_reward);
-  check_constant("muzero_targets", "discount", windows.discounts);
+  check_constants(call_from<MuZeroWindows>(op, *stack));
   at::AutoDispatchBelowADInplaceOrView guard;
   op.callBoxed(stack);
 }

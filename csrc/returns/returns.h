@@ -135,6 +135,9 @@ struct MuZeroWindows {
   }
 };
 
+// Raises a ValueError if an argument requires grad or has a tangent.
+void check_constants(const MuZeroWindows& windows);
+
 // (values, rewards, mask, policy_mask); empty if a row of a checked call is invalid.
 std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows);
 

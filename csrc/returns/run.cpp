@@ -49,6 +49,11 @@ at::ScalarType result_dtype(std::initializer_list<const at::Tensor*> tensors) {
   return std::any_of(tensors.begin(), tensors.end(), is_double) ? at::kDouble : at::kFloat;
 }
 
+at::ScalarType result_dtype(const LinearCall& call) {
+  const auto& [rewards, values, next_values] = call.inputs;
+  return result_dtype({&rewards, &values, &next_values, &call.ratios, &call.discounts, &call.lambdas});
+}
+
 ReturnsOutput output_of(const at::Tensor& tensor, bool batch_first) {
   if (!tensor.defined()) {
     return {nullptr, {0, 0}};
@@ -351,115 +356,127 @@ std::array<at::Tensor, 3 + kClips> read_operands(const LinearCall& linear, c10::
   return made;
 }
 
-} // namespace
-
-std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
-  const bool batch_first = linear.batch_first;
-  const int step = step_dim(batch_first);
-  const auto& inputs = linear.inputs;
-  const auto found = std::find_if(inputs.begin(), inputs.end(), [](const at::Tensor& x) { return x.defined(); });
-  TORCH_CHECK(found != inputs.end(), "gradscale_ext::returns: rewards, values and next_values are all missing");
-  const at::Tensor& first = *found;
-  const at::TensorOptions options = first.options().dtype(
-      result_dtype({&inputs[0], &inputs[1], &inputs[2], &linear.ratios, &linear.discounts, &linear.lambdas}));
-  const c10::SymInt rows = first.sym_size(1 - step);
-  const bool is_longer = linear.observations && !linear.is_adjoint && !inputs[0].defined(); // than the results
-  const c10::SymInt steps = is_longer ? first.sym_size(step) - 1 : first.sym_size(step);
-  const Results results = make_results(linear, rows, steps, options);
-  const at::Tensor& to_values = results[1];
-  std::vector<at::Tensor> given; // the results that are wanted
-  given.reserve(results.size());
-  std::copy_if(
-      results.begin(), results.end(), std::back_inserter(given), [](const at::Tensor& x) { return x.defined(); });
-  if (first.is_meta()) {
-    return given;
+// Lets the kernel of an adjoint write gradients of values. Returns gradients that are added to those of the next step's
+// values after the kernel: an observation is the state of its step and the successor of the step before, and an
+// advantage of V-trace contains the next step's target.
+std::vector<at::Tensor> split_values(
+    const LinearCall& linear, const ReturnsCall& call, std::array<at::Tensor, kOutputs>& outputs) {
+  const at::Tensor to_values = outputs[1];
+  const int step = step_dim(linear.batch_first);
+  std::vector<at::Tensor> to_later;
+  const auto add_to_later = [&](int index) {
+    outputs[index] = make_result(call.rows, call.steps, linear.batch_first, to_values.options());
+    to_later.push_back(outputs[index]);
+  };
+  if (linear.observations && kFunctions[linear.formula].reads_own_values()) {
+    to_values.select(step, call.steps).zero_();
+    add_to_later(2);
+  } else if (linear.observations) {
+    to_values.select(step, 0).zero_();
+    outputs[1] = at::Tensor();
+    outputs[2] = to_values.narrow(step, 1, call.steps);
   }
+  if (call.formula == Formula::vtrace) {
+    add_to_later(3);
+  }
+  return to_later;
+}
+
+void compute_into(
+    const Results& results, const LinearCall& linear, int64_t rows, int64_t steps, const at::Tensor& like) {
   ReturnsCall call{};
-  call.element = element_of(options.dtype().toScalarType());
-  call.rows = rows.expect_int();
-  call.steps = steps.expect_int();
-  call.n = std::min(linear.n.expect_int(), call.steps);
+  call.rows = rows;
+  call.steps = steps;
+  call.n = std::min(linear.n.expect_int(), steps);
   call.formula = static_cast<Formula>(linear.formula);
   call.is_adjoint = linear.is_adjoint;
   if (has_n(call.formula) && (call.is_adjoint || call.formula == Formula::n_step_returns)) {
     // If no window ends because it has n steps, n-step returns are λ-returns with λ = 1, which Python passes.
-    call.formula = call.n == call.steps ? Formula::lambda_returns : Formula::n_step_returns;
+    call.formula = call.n == steps ? Formula::lambda_returns : Formula::n_step_returns;
   }
-  const auto made = read_operands(linear, first.device(), call);
+  call.element = element_of(result_dtype(linear));
+  const auto made = read_operands(linear, like.device(), call);
   std::array<at::Tensor, kOutputs> outputs{results[0], results[1], results[2]};
-  std::vector<at::Tensor> to_later; // gradients of the values of the next steps
-  if (call.is_adjoint && to_values.defined()) {
-    const auto add_to_later = [&](int index) {
-      to_later.push_back(outputs[index] = make_result(rows, steps, batch_first, options));
-    };
-    if (linear.observations && kFunctions[linear.formula].reads_own_values()) {
-      // An observation is the state of its step and the successor of the step before: its gradient is the sum of both.
-      to_values.select(step, call.steps).zero_();
-      add_to_later(2);
-    } else if (linear.observations) {
-      to_values.select(step, 0).zero_();
-      outputs[1] = at::Tensor();
-      outputs[2] = to_values.narrow(step, 1, call.steps);
-    }
-    if (call.formula == Formula::vtrace) {
-      add_to_later(3);
-    }
-  }
+  const bool has_values = call.is_adjoint && results[1].defined();
+  const std::vector<at::Tensor> to_later = has_values ? split_values(linear, call, outputs) : std::vector<at::Tensor>();
   for (int k = 0; k < kOutputs; ++k) {
-    call.outputs[k] = output_of(outputs[k], batch_first);
+    call.outputs[k] = output_of(outputs[k], linear.batch_first);
   }
-  run(call, linear, first);
+  run(call, linear, like);
+  const int step = step_dim(linear.batch_first);
   for (const at::Tensor& gradient : to_later) {
-    const int64_t count = std::min(call.steps, to_values.size(step) - 1);
+    const int64_t count = std::min(steps, results[1].size(step) - 1);
     if (count > 0) {
-      to_values.narrow(step, 1, count).add_(gradient.narrow(step, 0, count));
+      results[1].narrow(step, 1, count).add_(gradient.narrow(step, 0, count));
     }
   }
+}
+
+} // namespace
+
+std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
+  const int step = step_dim(linear.batch_first);
+  const auto& inputs = linear.inputs;
+  const auto found = std::find_if(inputs.begin(), inputs.end(), [](const at::Tensor& x) { return x.defined(); });
+  TORCH_CHECK(found != inputs.end(), "gradscale_ext::returns: rewards, values and next_values are all missing");
+  const c10::SymInt rows = found->sym_size(1 - step);
+  const bool is_longer = linear.observations && !linear.is_adjoint && !inputs[0].defined(); // than the results
+  const c10::SymInt steps = is_longer ? found->sym_size(step) - 1 : found->sym_size(step);
+  const Results results = make_results(linear, rows, steps, found->options().dtype(result_dtype(linear)));
+  if (!found->is_meta()) {
+    compute_into(results, linear, rows.expect_int(), steps.expect_int(), *found);
+  }
+  std::vector<at::Tensor> given; // the results that are wanted
+  given.reserve(results.size());
+  std::copy_if(
+      results.begin(), results.end(), std::back_inserter(given), [](const at::Tensor& x) { return x.defined(); });
   return given;
 }
 
 std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows) {
   const bool batch_first = windows.batch_first;
-  const int step = step_dim(batch_first);
   const at::TensorOptions options = windows.rewards.options();
   const c10::Device device = options.device();
   const at::ScalarType dtype =
       result_dtype({&windows.rewards, &windows.root_values, &windows.root_reward, &windows.discounts});
-  const c10::SymInt rows = windows.rewards.sym_size(1 - step), steps = windows.num_unroll_steps;
-  if (is_large(options.dtype(dtype), rows * (steps + 1))) {
+  const c10::SymInt rows = windows.rewards.sym_size(1 - step_dim(batch_first));
+  const c10::SymInt steps = windows.num_unroll_steps, all_steps = steps + 1;
+  if (is_large(options.dtype(dtype), rows * all_steps)) {
     begin_pooled_call(device);
   }
   const auto make = [&](const c10::SymInt& num_steps, at::ScalarType type) {
     return make_result(rows, num_steps, batch_first, options.dtype(type));
   };
-  const at::Tensor values = make(steps + 1, dtype);
-  const at::Tensor targets = make(windows.root_reward.defined() ? steps + 1 : steps, dtype);
-  const at::Tensor mask = make(steps + 1, at::kBool), policy_mask = make(steps + 1, at::kBool);
-  std::vector<at::Tensor> results{values, targets, mask, policy_mask};
+  std::vector<at::Tensor> results{
+      make(all_steps, dtype),
+      make(windows.root_reward.defined() ? all_steps : steps, dtype),
+      make(all_steps, at::kBool),
+      make(all_steps, at::kBool)};
   if (device.is_meta()) {
     return results;
   }
   const at::Tensor discounts = on_device(windows.discounts, device, "muzero_targets", "discount");
   const at::Tensor to_play = windows.to_play.defined() ? windows.to_play.to(at::kLong) : windows.to_play;
-  MuZeroCall call{};
-  call.element = element_of(dtype);
-  call.rows = rows.expect_int();
-  call.moves = windows.rewards.size(step);
-  call.unroll_steps = steps.expect_int();
-  call.td_steps = windows.horizons.defined() ? call.moves : std::min(windows.td_steps.expect_int(), call.moves);
-  call.prefix_horizon = windows.prefix_horizon.expect_int();
-  call.rewards = operand_of(windows.rewards, 0, batch_first);
-  call.root_values = operand_of(windows.root_values, 0, batch_first);
-  call.discount = operand_of(discounts, windows.discount, batch_first);
-  call.root_reward = operand_of(windows.root_reward, 0, batch_first);
-  call.terminated = operand_of(windows.terminated, 0, batch_first);
-  call.lengths = integers_of(windows.lengths, batch_first);
-  call.to_play = integers_of(to_play, batch_first);
-  call.horizons = integers_of(windows.horizons, batch_first);
-  call.values = output_of(values, batch_first);
-  call.targets = output_of(targets, batch_first);
-  call.mask = mask.mutable_data_ptr<bool>();
-  call.policy_mask = policy_mask.mutable_data_ptr<bool>();
+  const int64_t moves = windows.rewards.size(step_dim(batch_first));
+  const MuZeroCall call{
+      element_of(dtype),
+      rows.expect_int(),
+      moves,
+      steps.expect_int(),
+      windows.horizons.defined() ? moves : std::min(windows.td_steps.expect_int(), moves),
+      windows.prefix_horizon.expect_int(),
+      operand_of(windows.rewards, 0, batch_first),
+      operand_of(windows.root_values, 0, batch_first),
+      operand_of(discounts, windows.discount, batch_first),
+      operand_of(windows.root_reward, 0, batch_first),
+      operand_of(windows.terminated, 0, batch_first),
+      integers_of(windows.lengths, batch_first),
+      integers_of(to_play, batch_first),
+      integers_of(windows.horizons, batch_first),
+      output_of(results[0], batch_first),
+      output_of(results[1], batch_first),
+      results[2].mutable_data_ptr<bool>(),
+      results[3].mutable_data_ptr<bool>()};
   if (windows.is_checked && !are_valid(call)) {
     return {};
   }
