@@ -12,9 +12,11 @@
 //   h_t = g_t + scale_t y_{t-1}
 //   y_t = carry_t h_t
 //
-// The gradient of r_t is weight_t h_t, and the gradient of B_t is discount_t share_t times as much. A coefficient
-// multiplies a whole sum, not each of its terms, because a large or infinite coefficient of two terms that cancel would
-// give NaN.
+// The gradient of r_t is weight_t h_t, and the gradient of B_t is discount_t share_t times as much.
+//
+// A coefficient multiplies a whole sum, not each of its terms, because a large or infinite coefficient of two terms
+// that cancel would give NaN. Maps y -> a + b y are faster to walk and can be composed; where such a map gives a number
+// that is not finite, the step is computed again as the sum above.
 //
 // `L` is the type of lanes, one number or several:
 //
@@ -122,6 +124,11 @@ struct Affine {
   typename L::V b;
 };
 
+template <class L>
+GRADSCALE_HOST_DEVICE typename L::V applied(const Affine<L>& map, typename L::V y) {
+  return map.a + L::times(map.b, y);
+}
+
 // A step of a walk: y = outer (a + inner y') + rest, where y' is the y of the previous step of the walk, t + 1 or, in
 // an adjoint, t - 1. `Outer` and `Inner` may be One, and `Rest` may be Zero.
 template <class L, class Outer, class Inner, class Rest>
@@ -162,6 +169,7 @@ enum class Quantity {
 template <class F, Quantity first, Quantity second = Quantity::none>
 struct Recurrence {
   static constexpr bool kAdjoint = false;
+  static constexpr bool kIsScaled = false; // `scale` is not One
   static constexpr int kResults = second == Quantity::none ? 1 : 2;
   static constexpr Quantity kFirst = first;
   static constexpr Quantity kSecond = second;
@@ -252,6 +260,8 @@ struct VTrace : Recurrence<VTrace, Quantity::value, Quantity::advantage> {
 
 // y = c (G - Q). G_t = r_t + discount_t (B_t + c_{t+1} (G_{t+1} - Q_{t+1}))
 struct Retrace : Recurrence<Retrace, Quantity::target> {
+  static constexpr bool kIsScaled = true;
+
   template <class L>
   static GRADSCALE_HOST_DEVICE typename L::V carry(const Transition<L>& s) {
     return s.discount;
@@ -267,6 +277,7 @@ struct Retrace : Recurrence<Retrace, Quantity::target> {
 template <class F>
 struct Adjoint {
   static constexpr bool kAdjoint = true;
+  static constexpr bool kIsScaled = false;
   static constexpr bool kHasAdvantage = F::kSecond == Quantity::advantage;
   static constexpr int kResults = kHasAdvantage ? 4 : 3;
   static constexpr bool kReadsEarlier = true;

@@ -115,7 +115,11 @@ template <class F, class L, class A, class V = typename L::V>
 GRADSCALE_HOST_DEVICE V walk(const Tile<A>& tile, int64_t r, int64_t i, V& y) {
   const Transition<L> s = transition<F, L>(tile, r, i);
   const V before = y;
-  y = F::step(s).walked(before);
+  const auto step = F::step(s);
+  y = F::kIsScaled ? step.walked(before) : applied(step.map(), before);
+  if constexpr (std::is_same_v<L, ExactLane<A> >) {
+    y = y - y == 0 ? y : step.walked(before); // the products in the map may overflow, or cancel as infinities
+  }
   return put_results<F>(tile, r, i, s, y, before);
 }
 
@@ -183,10 +187,9 @@ constexpr int64_t kSideBySide = 8; // rows that are walked at once, because each
 template <class A>
 struct Walk {
   int64_t pitch;
-  A a[kTile]; // a coefficient of Step each; unused if it is One or Zero
-  A outer[kTile];
-  A inner[kTile];
-  A rest[kTile];
+  A a[kTile];
+  A b[kTile];
+  A scale[kTile]; // if the recurrence is scaled: y = scale (a + b y')
   A ys[2 * kTile + 1];
   A carries[kTile]; // y of the last step that was walked, of each row
   A later_values[kTile];
@@ -247,33 +250,8 @@ GRADSCALE_HOST_DEVICE void each_vector(const Tile<A>& tile, const Function& func
   }
 }
 
-// A coefficient in memory. One and Zero are not stored.
-template <class L, class A, class C>
-GRADSCALE_HOST_DEVICE void put(A* to, C x) {
-  if constexpr (std::is_same_v<C, typename L::V>) {
-    L::store(to, x);
-  }
-}
-template <class C, class A>
-GRADSCALE_HOST_DEVICE C read(const A* from, int64_t i) {
-  if constexpr (std::is_same_v<C, A>) {
-    return from[i];
-  } else {
-    return C();
-  }
-}
-
-// One number per lane, without selection.
-template <class A>
-struct PlainLane : OneLane<A> {
-  static GRADSCALE_HOST_DEVICE A times(A c, A x) {
-    return c * x;
-  }
-};
-
 template <class F, int side_by_side, class A>
 GRADSCALE_HOST_DEVICE void walk_rows(const Tile<A>& tile, Walk<A>& w, int64_t row) {
-  using S = decltype(F::step(std::declval<Transition<PlainLane<A> > >()));
   const int64_t count = tile.count;
   A y[side_by_side];
   for (int k = 0; k < side_by_side; ++k) {
@@ -285,12 +263,10 @@ GRADSCALE_HOST_DEVICE void walk_rows(const Tile<A>& tile, Walk<A>& w, int64_t ro
 #pragma GCC unroll 8
     for (int k = 0; k < side_by_side; ++k) {
       const int64_t i = (row + k) * count + t;
-      const S step{
-          w.a[i],
-          read<decltype(S::outer)>(w.outer, i),
-          read<decltype(S::inner)>(w.inner, i),
-          read<decltype(S::rest)>(w.rest, i)};
-      y[k] = step.walked(y[k]);
+      y[k] = w.a[i] + w.b[i] * y[k];
+      if constexpr (F::kIsScaled) {
+        y[k] *= w.scale[i];
+      }
       w.ys[(row + k) * w.pitch + t + (F::kAdjoint ? 1 : 0)] = y[k];
     }
   }
@@ -310,10 +286,15 @@ bool walk_along(const Tile<A> tile, Walk<A>& w) {
     const Transition<L> s = transition<F, L, masked>(tile, r, i);
     const int64_t to = r * width + i;
     const auto step = F::step(s);
-    L::store(w.a + to, step.a);
-    put<L>(w.outer + to, step.outer);
-    put<L>(w.inner + to, step.inner);
-    put<L>(w.rest + to, step.rest);
+    if constexpr (F::kIsScaled) {
+      L::store(w.a + to, step.a);
+      L::store(w.b + to, step.inner);
+      L::store(w.scale + to, step.outer);
+    } else {
+      const Affine<L> map = step.map();
+      L::store(w.a + to, map.a);
+      L::store(w.b + to, map.b);
+    }
   });
   int64_t row = 0;
   for (; row + kSideBySide <= tile.rows; row += kSideBySide) {

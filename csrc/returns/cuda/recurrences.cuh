@@ -183,11 +183,6 @@ GRADSCALE_DEVICE bool is_finite(A x) {
   return x - x == 0;
 }
 
-template <class A>
-GRADSCALE_DEVICE A applied(const Map<A>& map, A y) {
-  return map.a + OneLane<A>::times(map.b, y);
-}
-
 // The map that applies `before`, then `map`. A coefficient of 0 gives 0 also for inf and NaN, and a product of nonzero
 // coefficients is never 0.
 template <class A>
