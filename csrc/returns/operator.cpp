@@ -31,18 +31,24 @@ Tensors call_operator(const LinearCall& call) {
   return stack.at(0).toTensorVector();
 }
 
+// The results of a call by their index: an adjoint returns only the wanted gradients.
+std::array<at::Tensor, 3> by_index(const LinearCall& call, Tensors results) {
+  std::array<at::Tensor, 3> placed;
+  size_t next = 0;
+  for (size_t i = 0; i < placed.size() && next < results.size(); ++i) {
+    if (!call.is_adjoint || call.wants[i]) {
+      placed[i] = std::move(results[next++]);
+    }
+  }
+  return placed;
+}
+
 // The call that computes the wanted gradients of a call's inputs from the gradients of its results.
 LinearCall transposed(const LinearCall& call, Tensors gradients, const std::array<bool, 3>& wants) {
   LinearCall result = call;
   result.is_adjoint = !call.is_adjoint;
-  result.inputs = {};
+  result.inputs = by_index(call, std::move(gradients));
   result.wants = wants;
-  size_t next = 0;
-  for (size_t i = 0; i < result.inputs.size() && next < gradients.size(); ++i) {
-    if (!call.is_adjoint || call.wants[i]) { // an adjoint returns only the wanted gradients
-      result.inputs[i] = std::move(gradients[next++]);
-    }
-  }
   return result;
 }
 
@@ -75,11 +81,7 @@ class LinearBackward : public SavingNode {
     Tensors saved = unpacked();
     size_t next = 0;
     call.each_tensor([&](at::Tensor& tensor) { tensor = std::move(saved[next++]); });
-    bool any = false;
-    for (const at::Tensor& gradient : gradients) {
-      any = any || gradient.defined();
-    }
-    if (!any) {
+    if (std::none_of(gradients.begin(), gradients.end(), [](const at::Tensor& x) { return x.defined(); })) {
       return result;
     }
     std::array<bool, 3> wants{};
@@ -87,15 +89,10 @@ class LinearBackward : public SavingNode {
       wants[i] = dtypes_[i] && task_should_compute_output(i);
     }
     const LinearCall backward = transposed(call, std::move(gradients), wants);
-    const Tensors computed = call_operator(backward);
-    next = 0;
-    for (size_t i = 0; i < num_outputs() && next < computed.size(); ++i) {
-      if (backward.is_adjoint && !wants[i]) {
-        continue; // an adjoint returns only the wanted gradients
-      }
-      const at::Tensor& gradient = computed[next++];
-      if (wants[i]) {
-        result[i] = gradient.to(*dtypes_[i]);
+    const std::array<at::Tensor, 3> computed = by_index(backward, call_operator(backward));
+    for (size_t i = 0; i < num_outputs(); ++i) {
+      if (wants[i] && computed[i].defined()) {
+        result[i] = computed[i].to(*dtypes_[i]);
       }
     }
     return result;
