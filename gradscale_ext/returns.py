@@ -52,7 +52,7 @@ def _results(
     first."""
     given = (rewards, values, next_values, ratios, discount, lambda_, *flags, clips, n, batch_first)
     if check is False and _context.is_eager():
-        results = _returns(FORMULAS[function], *given)
+        results = _returns(FORMULAS[function], given)
         if results:  # a Refusal is False, which is asked sooner than its type
             return results
     call = check_trajectories(function, Trajectories(*given))
@@ -469,7 +469,7 @@ def muzero_targets(
     steps = num_unroll_steps, td_steps, discount, lengths
     given = (rewards, root_values, *steps, terminated, to_play, reward, prefix_horizon, root_reward, batch_first)
     if check is False and _context.is_eager():
-        results = _muzero_targets(*given)
+        results = _muzero_targets(given)
         if not isinstance(results, Refusal):
             return MuZeroTargets(*results)
     return run_muzero(check_window(Window(*given, check)))

@@ -157,21 +157,23 @@ class ReturnsReader {
   int64_t steps_ = 0;
 };
 
-py::object returns_in_eager_mode(
-    int64_t formula,
-    py::handle rewards,
-    py::handle values,
-    py::handle next_values,
-    py::handle ratios,
-    py::handle discount,
-    py::handle lambda,
-    py::handle terminated,
-    py::handle truncated,
-    py::handle mask,
-    py::handle limits, // a tuple of three
-    py::handle n,
-    py::handle batch_first) {
+// The items of a tuple. One tuple is passed sooner than a dozen arguments.
+template <size_t count>
+std::array<py::handle, count> items(const py::tuple& given) {
+  TORCH_CHECK(given.size() == count, "expected ", count, " arguments, but ", given.size(), " are given");
+  std::array<py::handle, count> result;
+  for (size_t i = 0; i < count; ++i) {
+    result[i] = PyTuple_GET_ITEM(given.ptr(), i);
+  }
+  return result;
+}
+
+// `given` has the order of Trajectories in gradscale_ext/_trajectories.py.
+py::object returns_in_eager_mode(int64_t formula, const py::tuple& given) {
   return answer([&] {
+    const auto
+        [rewards, values, next_values, ratios, discount, lambda, terminated, truncated, mask, clips, n, batch_first] =
+            items<12>(given);
     const ReturnsReader read(rewards, batch_first);
     LinearCall call{};
     const FunctionOverTrajectories& function = kFunctions[formula];
@@ -194,7 +196,7 @@ py::object returns_in_eager_mode(
     call.truncated = read.by_step(truncated, is_bool);
     call.mask = read.by_step(mask, is_bool);
     for (int i = 0; i < 3; ++i) {
-      call.limits[i] = ReturnsReader::limit(PyTuple_GET_ITEM(limits.ptr(), i));
+      call.limits[i] = ReturnsReader::limit(PyTuple_GET_ITEM(clips.ptr(), i));
     }
     call.n = has_n(static_cast<Formula>(formula)) ? ReturnsReader::integer(n, 1) : 0;
     return without_gil([&] {
@@ -206,26 +208,29 @@ py::object returns_in_eager_mode(
   });
 }
 
-py::object muzero_targets_in_eager_mode(
-    py::handle rewards,
-    py::handle root_values,
-    py::handle num_unroll_steps,
-    py::handle td_steps,
-    py::handle discount,
-    py::handle lengths,
-    py::handle terminated,
-    py::handle to_play,
-    py::handle reward,
-    py::handle prefix_horizon,
-    py::handle root_reward,
-    py::handle batch_first) {
+bool is_word(py::handle given, const char* text) {
+  return PyUnicode_Check(given.ptr()) && PyUnicode_CompareWithASCIIString(given.ptr(), text) == 0;
+}
+
+// `given` has the order of Window in gradscale_ext/_windows.py.
+py::object muzero_targets_in_eager_mode(const py::tuple& given) {
   return answer([&] {
+    const auto
+        [rewards,
+         root_values,
+         num_unroll_steps,
+         td_steps,
+         discount,
+         lengths,
+         terminated,
+         to_play,
+         reward,
+         prefix_horizon,
+         root_reward,
+         batch_first] = items<12>(given);
     const ReturnsReader read(rewards, batch_first);
-    const auto is_reward = [&](const char* text) {
-      return PyUnicode_Check(reward.ptr()) && PyUnicode_CompareWithASCIIString(reward.ptr(), text) == 0;
-    };
-    const bool is_prefix = is_reward("value_prefix");
-    require(is_prefix ? to_play.is_none() : is_reward("reward"));
+    const bool is_prefix = is_word(reward, "value_prefix");
+    require(is_prefix ? to_play.is_none() : is_word(reward, "reward"));
     require(!root_values.is_none() && (lengths.is_none() || !terminated.is_none()));
     MuZeroWindows windows{};
     windows.rewards = read.by_step(rewards, has_element);
