@@ -69,25 +69,10 @@ GRADSCALE_DISPATCH A element_at(const Operand& operand, int64_t row, int64_t ste
   return result;
 }
 
-// Integers of a row; absent if `data` is null.
-struct RowOfIntegers {
-  const int64_t* data;
-  int64_t stride;
-
-  GRADSCALE_HOST_DEVICE int64_t operator[](int64_t step) const {
-    return data[step * stride];
-  }
-};
-
-// Integers by row and step, with any strides; absent if `data` is null.
-struct Integers {
-  const int64_t* data;
-  int64_t strides[2];
-
-  GRADSCALE_HOST_DEVICE RowOfIntegers row(int64_t row) const {
-    return {data == nullptr ? nullptr : data + row * strides[kRow], strides[kStep]};
-  }
-};
+// The same, for an operand of int64 that is given.
+GRADSCALE_HOST_DEVICE int64_t integer_at(const Operand& operand, int64_t row, int64_t step) {
+  return static_cast<const int64_t*>(operand.data)[row * operand.strides[kRow] + step * operand.strides[kStep]];
+}
 
 // An output in the type that the call computes in, float or double; not computed if `data` is null.
 struct ReturnsOutput {
@@ -157,18 +142,27 @@ struct MuZeroCall {
   Operand discount;
   Operand root_reward; // by row; null data: there is none, and `constant` is not used
   Operand terminated;  // by row
-  Integers lengths;    // by row; absent: L
-  Integers to_play;    // absent: one player
-  Integers horizons;   // td_steps by row, or by row and unroll step; absent: `td_steps`
+  // Of int64, each of them optional:
+  Operand lengths;  // by row; L if absent
+  Operand to_play;  // one player if absent
+  Operand horizons; // td_steps by row, or by row and unroll step
   ReturnsOutput values;
   ReturnsOutput targets; // of rewards
   bool* mask;            // both masks have the strides of `values`
   bool* policy_mask;
 };
 
-// td_steps of unroll step j of a row, from `horizons`: at least 1, and at most L, so that sums cannot overflow.
+// The number of moves of a row that were recorded, as it is given.
+GRADSCALE_HOST_DEVICE int64_t length_at(const MuZeroCall& call, int64_t row) {
+  return call.lengths.data == nullptr ? call.moves : integer_at(call.lengths, row, 0);
+}
+
+// td_steps of unroll step j of a row: at least 1, and at most L, so that sums cannot overflow.
 GRADSCALE_HOST_DEVICE int64_t horizon_at(const MuZeroCall& call, int64_t row, int64_t j) {
-  const int64_t horizon = call.horizons.row(row)[j];
+  if (call.horizons.data == nullptr) {
+    return call.td_steps;
+  }
+  const int64_t horizon = integer_at(call.horizons, row, j);
   return horizon < 1 ? 1 : horizon < call.td_steps ? horizon : call.td_steps;
 }
 

@@ -38,11 +38,6 @@ Operand operand_of(const at::Tensor& tensor, double constant, bool batch_first) 
   return operand;
 }
 
-Integers integers_of(const at::Tensor& tensor, bool batch_first) {
-  const Operand operand = operand_of(tensor, 0, batch_first);
-  return {static_cast<const int64_t*>(operand.data), {operand.strides[0], operand.strides[1]}};
-}
-
 // The dtype in which a call computes and returns: float64 if a tensor has it, else float32.
 at::ScalarType result_dtype(std::initializer_list<const at::Tensor*> tensors) {
   const auto is_double = [](const at::Tensor* x) { return x->defined() && x->scalar_type() == at::kDouble; };
@@ -215,30 +210,26 @@ void launch_returns(ReturnsCall call, bool across, const OnDevice& device) {
 
 // True if the length of a row is from 0 to L, and its targets read at most two players.
 bool is_valid(const MuZeroCall& call, int64_t row) {
-  const int64_t length = call.lengths.data == nullptr ? call.moves : call.lengths.row(row)[0];
+  const int64_t length = length_at(call, row);
   if (length < 0 || length > call.moves) {
     return false;
   }
   if (call.to_play.data == nullptr) {
     return true;
   }
-  const RowOfIntegers players = call.to_play.row(row);
-  const int64_t end = element_at<uint8_t>(call.terminated, row, 0) != 0 ? length - 1 : length;
-  int64_t reach = call.unroll_steps + call.td_steps;
-  if (call.horizons.data != nullptr) {
-    reach = 0;
-    for (int64_t j = 0; j <= std::min(call.unroll_steps, length); ++j) {
-      reach = std::max(reach, j + horizon_at(call, row, j));
-    }
+  int64_t last = 0; // the last entry that a target reads
+  for (int64_t j = 0; j <= std::min(call.unroll_steps, length); ++j) {
+    last = std::max(last, j + horizon_at(call, row, j));
   }
-  const int64_t last = std::min(end, reach);
-  int64_t i = 1;
-  while (i <= last && players[i] == players[0]) {
-    ++i;
+  last = std::min(last, element_at<uint8_t>(call.terminated, row, 0) != 0 ? length - 1 : length);
+  const auto player = [&](int64_t i) { return integer_at(call.to_play, row, i); };
+  int64_t second = 1;
+  while (second <= last && player(second) == player(0)) {
+    ++second;
   }
   bool has_third = false;
-  for (int64_t second = i; i <= last; ++i) {
-    has_third |= players[i] != players[0] && players[i] != players[second];
+  for (int64_t i = second; i <= last; ++i) {
+    has_third |= player(i) != player(0) && player(i) != player(second);
   }
   return !has_third;
 }
@@ -470,9 +461,9 @@ std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows) {
       operand_of(discounts, windows.discount, batch_first),
       operand_of(windows.root_reward, 0, batch_first),
       operand_of(windows.terminated, 0, batch_first),
-      integers_of(windows.lengths, batch_first),
-      integers_of(to_play, batch_first),
-      integers_of(windows.horizons, batch_first),
+      operand_of(windows.lengths, 0, batch_first),
+      operand_of(to_play, 0, batch_first),
+      operand_of(windows.horizons, 0, batch_first),
       output_of(results[0], batch_first),
       output_of(results[1], batch_first),
       results[2].mutable_data_ptr<bool>(),

@@ -225,23 +225,22 @@ struct MuZeroRow {
         row(row),
         is_over(element_at<uint8_t>(call.terminated, row, 0) != 0),
         discount(element_at<A>(call.discount, row, 0)) {
-    const int64_t recorded = call.lengths.data == nullptr ? call.moves : call.lengths.row(row)[0];
+    const int64_t recorded = length_at(call, row);
     length = recorded < 0 ? 0 : recorded < call.moves ? recorded : call.moves;
   }
 
-  // Writes the targets of unroll step j. `td_steps(j)` is the largest number of rewards in its value target, and
-  // `rewards[i]` and `root_values[i]` are the numbers of move i of the row.
-  template <class TdSteps, class Rewards, class Values>
-  GRADSCALE_HOST_DEVICE void write(
-      int64_t j, const TdSteps& td_steps, const Rewards& rewards, const Values& root_values) const {
-    const RowOfIntegers players = call.to_play.row(row);
+  // Writes the targets of unroll step j. `rewards[i]` and `root_values[i]` are the numbers of move i of the row.
+  template <class Rewards, class Values>
+  GRADSCALE_HOST_DEVICE void write(int64_t j, const Rewards& rewards, const Values& root_values) const {
+    const auto player = [&](int64_t i) { return integer_at(call.to_play, row, i); };
     // x of move i, from the perspective of the player to move at step j.
     const auto in_perspective = [&](A x, int64_t i) {
-      return players.data == nullptr || players[i] == players[j] ? x : -x;
+      return call.to_play.data == nullptr || player(i) == player(j) ? x : -x;
     };
     A z = A(0);
     if (j <= length) {
-      const int64_t n = td_steps(j), last = j + n < length ? j + n : length; // n <= L, so the sum cannot overflow
+      const int64_t n = horizon_at(call, row, j),
+                    last = j + n < length ? j + n : length; // n <= L, so the sum cannot overflow
       z = is_over && last == length ? A(0) : in_perspective(root_values[last], last);
       if (discount == 0 && last > j) {
         z = in_perspective(rewards[j], j);

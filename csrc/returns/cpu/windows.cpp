@@ -82,29 +82,26 @@ void n_step_rows(const ReturnsCall& call, int64_t begin, int64_t end) {
 
 // ---- MuZero --------------------------------------------------------------------------------------------------------
 
-template <class A, bool has_horizons>
+template <class A>
 void muzero_rows_of(const MuZeroCall& call, int64_t begin, int64_t end) {
   Source<A> rewards(call.rewards, kStep), root_values(call.root_values, kStep);
-  const int64_t unroll_steps = call.unroll_steps, longest = call.td_steps;
   for (int64_t k = begin; k < end; ++k) {
     const MuZeroRow<A> row(call, k);
     // The number of rewards that the targets use, at most. The sum cannot overflow, because td_steps <= moves.
-    const int64_t used = std::min(row.length, unroll_steps + longest);
+    const int64_t used = std::min(row.length, call.unroll_steps + call.td_steps);
     const Piece<A> r = rewards.piece(k, 1, 0, used);
     const Piece<A> nu = root_values.piece(k, 1, 0, used + 1);
-    const auto td_steps = [&](int64_t j) { return has_horizons ? horizon_at(call, k, j) : longest; };
-    for (int64_t j = 0; j <= unroll_steps; ++j) {
-      row.write(j, td_steps, r, nu);
+    for (int64_t j = 0; j <= call.unroll_steps; ++j) {
+      row.write(j, r, nu);
     }
   }
 }
 
 void muzero_rows(const MuZeroCall& call, int64_t begin, int64_t end) {
-  const bool is_double = call.element == Element::float64;
-  if (call.horizons.data == nullptr) {
-    is_double ? muzero_rows_of<double, false>(call, begin, end) : muzero_rows_of<float, false>(call, begin, end);
+  if (call.element == Element::float64) {
+    muzero_rows_of<double>(call, begin, end);
   } else {
-    is_double ? muzero_rows_of<double, true>(call, begin, end) : muzero_rows_of<float, true>(call, begin, end);
+    muzero_rows_of<float>(call, begin, end);
   }
 }
 

@@ -68,11 +68,8 @@ muzero_rows(GRADSCALE_ARGUMENT(MuZeroCall) call) {
   if (row >= call.rows) {
     return;
   }
-  const auto td_steps = [&](int64_t j) {
-    return call.horizons.data == nullptr ? call.td_steps : horizon_at(call, row, j);
-  };
   const ElementsInMemory<A> rewards{call.rewards, row}, root_values{call.root_values, row};
-  MuZeroRow<A>(call, row).write(j, td_steps, rewards, root_values);
+  MuZeroRow<A>(call, row).write(j, rewards, root_values);
 }
 
 } // namespace gradscale
