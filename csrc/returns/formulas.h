@@ -7,9 +7,9 @@
 //   y_t = scale_t x_t
 //
 // The adjoint is the transposed recurrence, which carries a gradient from step t - 1 to step t. With g_t the gradient
-// of the results that contain x_t:
+// of the results that contain y_t:
 //
-//   h_t = g_t + scale_t y_{t-1}
+//   h_t = scale_t (g_t + y_{t-1})
 //   y_t = carry_t h_t
 //
 // The gradient of r_t is weight_t h_t, and the gradient of B_t is discount_t share_t times as much.
@@ -157,9 +157,9 @@ GRADSCALE_HOST_DEVICE Step<L, Outer, Inner, Rest> make_step(typename L::V a, Out
 // What a result is. `target` and `advantage` are computed from y of step t + 1.
 enum class Quantity {
   none,
-  sum,        // x, of a recurrence without V
-  difference, // x
-  value,      // V + x
+  sum,        // y, of a recurrence without V
+  difference, // y
+  value,      // V + y
   target,     // V + x, rounded as r + discount share B + carry y'
   advantage,  // weight (r + discount ((1 - lambda) B + lambda (V + y of step t + 1)) - V), with another weight
 };
@@ -278,6 +278,7 @@ template <class F>
 struct Adjoint {
   static constexpr bool kAdjoint = true;
   static constexpr bool kIsScaled = false;
+  static constexpr bool kHasTarget = F::kFirst == Quantity::target; // a result contains x, and not y
   static constexpr bool kHasAdvantage = F::kSecond == Quantity::advantage;
   static constexpr int kResults = kHasAdvantage ? 4 : 3;
   static constexpr bool kReadsEarlier = true;
@@ -285,12 +286,19 @@ struct Adjoint {
 
   template <class L>
   static GRADSCALE_HOST_DEVICE auto step(const Transition<L>& s) {
-    return make_step<L>(to_sum(s), if_live(s, unless_cut(s, F::carry(s))), F::scale(s), to_later_value(s));
+    const auto carry = if_live(s, unless_cut(s, F::carry(s))), own = to_sum(s);
+    if constexpr (kHasTarget) {
+      return make_step<L>(own, carry, F::scale(s), to_later_value(s));
+    } else {
+      return make_step<L>(own, product<L>(carry, F::scale(s)), One(), to_later_value(s));
+    }
   }
 
   template <class L, class V = typename L::V>
   static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V /*y*/, V earlier, V* out) {
-    const V correction = times<L>(F::scale(s), earlier), h = to_sum(s) + correction;
+    const V own = to_sum(s);
+    const V through_y = times<L>(F::scale(s), kHasTarget ? earlier : own + earlier);
+    const V h = kHasTarget ? own + through_y : through_y;
     V to_reward = times<L>(F::weight(s), h), to_next = to_next_value(s, F::weight(s), F::share(s), h);
     if constexpr (kHasAdvantage) {
       to_reward += L::times(F::advantage_weight(s), s.value);
@@ -300,13 +308,12 @@ struct Adjoint {
     // V is added to the results that are a `value`, and subtracted in x.
     const V added = F::kFirst == Quantity::value ? s.reward : F::kSecond == Quantity::value ? s.value : V{};
     out[0] = if_live(s, to_reward);
-    out[1] =
-        if_live(s, F::kFirst == Quantity::sum ? V{} : added - (F::kFirst == Quantity::target ? correction : to_reward));
+    out[1] = if_live(s, F::kFirst == Quantity::sum ? V{} : added - (kHasTarget ? through_y : to_reward));
     out[2] = if_live(s, to_next);
   }
 
  private:
-  // The gradient of x through the results that contain it.
+  // The gradient of y, or of x for a target, through the results that contain it.
   template <class L>
   static GRADSCALE_HOST_DEVICE typename L::V to_sum(const Transition<L>& s) {
     return F::kSecond == Quantity::value ? s.reward + s.value : s.reward;
