@@ -110,14 +110,14 @@ put_results(const Tile<A>& tile, int64_t r, int64_t i, const Transition<L>& s, V
   return sum - sum;
 }
 
-// Walks one step in each lane. `y` is y of the step before, and becomes y of the step.
-template <class F, class L, class A, class V = typename L::V>
+// Walks one step in each lane. `y` is y of the step before, and becomes y of the step. `again`: a number is not finite.
+template <class F, class L, bool again = false, class A, class V = typename L::V>
 GRADSCALE_HOST_DEVICE V walk(const Tile<A>& tile, int64_t r, int64_t i, V& y) {
   const Transition<L> s = transition<F, L>(tile, r, i);
   const V before = y;
   const auto step = F::step(s);
   y = F::kIsScaled ? step.walked(before) : applied(step.map(), before);
-  if constexpr (std::is_same_v<L, ExactLane<A> >) {
+  if constexpr (again) {
     y = y - y == 0 ? y : step.walked(before); // the products in the map may overflow, or cancel as infinities
   }
   return put_results<F>(tile, r, i, s, y, before);
@@ -340,7 +340,7 @@ void along_rows(Sources<A>& sources, Walk<A>& w, int64_t row, int64_t rows) {
     if (!(is_masked ? walk_along<F, true>(sources.tile, w) : walk_along<F, false>(sources.tile, w))) {
       for (int64_t r = 0; r < rows; ++r) {
         for (int64_t i = 0; i < count; ++i) {
-          walk<F, ExactLane<A> >(sources.tile, r, F::kAdjoint ? i : count - 1 - i, before[r]);
+          walk<F, ExactLane<A>, true>(sources.tile, r, F::kAdjoint ? i : count - 1 - i, before[r]);
         }
       }
       std::copy(before, before + rows, w.carries);
@@ -429,7 +429,7 @@ void across_tile(Sources<A>& sources, int64_t begin, int64_t count) {
     std::copy(y, y + count, before);
     if (!walk_across<F>(tile, y)) {
       for (int64_t i = 0; i < count; ++i) {
-        walk<F, ExactLane<A> >(tile, 0, i, before[i]);
+        walk<F, ExactLane<A>, true>(tile, 0, i, before[i]);
       }
       std::copy(before, before + count, y);
     }
