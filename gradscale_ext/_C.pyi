@@ -42,35 +42,8 @@ def set_kernel_images(image: Callable[[str, str, int, int, list[str]], tuple[byt
 def use_driver_for_cpu(library: str | None) -> None: ...
 def record_kernels(record: Callable[[str, str], None] | None) -> None: ...
 def decode(support: Support, python_support: Any, logits: Tensor) -> Tensor | Refusal: ...
-def returns(
-    formula: int,
-    rewards: Any,
-    values: Any,
-    next_values: Any,
-    ratios: Any,
-    discount: Any,
-    lambda_: Any,
-    terminated: Any,
-    truncated: Any,
-    mask: Any,
-    limits: tuple[Any, Any, Any],
-    n: Any,
-    batch_first: Any,
-) -> list[Tensor] | Refusal: ...
-def muzero_targets(
-    rewards: Any,
-    root_values: Any,
-    num_unroll_steps: Any,
-    td_steps: Any,
-    discount: Any,
-    lengths: Any,
-    terminated: Any,
-    to_play: Any,
-    reward: Any,
-    prefix_horizon: Any,
-    root_reward: Any,
-    batch_first: Any,
-) -> list[Tensor] | Refusal: ...
+def returns(formula: int, given: tuple[Any, ...]) -> list[Tensor] | Refusal: ...
+def muzero_targets(given: tuple[Any, ...]) -> list[Tensor] | Refusal: ...
 def l2_loss(parameters: Sequence[Tensor], weight: float | Tensor) -> Tensor | Refusal: ...
 def tensor_statistics(
     gradients: Sequence[Tensor | None], p: float, weights: Sequence[Tensor | None] | None = None, rows: bool = False

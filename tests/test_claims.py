@@ -40,8 +40,8 @@ CLAIMS = {
         ),
     },
     "docs/how_to/captured_step.md": {
-        "Audits are at replay 1, which is in the fourth call, at replays 2, 3, 5, 11, 23, 47 and so on, and then at about "
-        "every 1,024th (`audit`).": "tests/test_captured_audits.py::test_audits_are_at_primes",
+        "Audits are at replay 1, which is in the fourth call, at replays 2, 3, 5, 11, 23, 47 and so on, and then at "
+        "about every 1,024th (`audit`).": "tests/test_captured_audits.py::test_audits_are_at_primes",
         "return `loss`, and read it every 100 steps": "advice",
         "A target network every n-th step": "title",
         "TD3 trains its actor in every second step: two captured steps, and the choice between them stays in Python.": (
