@@ -31,7 +31,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // isinstance() takes less time for a class whose metaclass is `type`.
   pybind11::class_<gradscale::Refusal>(m, "Refusal", pybind11::metaclass(reinterpret_cast<PyObject*>(&PyType_Type)))
       .def_readonly("argument", &gradscale::Refusal::argument)
-      .def_readonly("came", &gradscale::Refusal::came)
+      .def_readonly("problem", &gradscale::Refusal::problem)
       .def("__bool__", [](const gradscale::Refusal&) { return false; });
   m.def("set_kernel_images", &gradscale::set_kernel_images);
   m.def("use_driver_for_cpu", &gradscale::use_driver_for_cpu);

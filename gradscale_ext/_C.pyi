@@ -8,7 +8,7 @@ functions_over_trajectories: list[str]
 
 class Refusal:
     argument: str
-    came: str
+    problem: str
     def __bool__(self) -> Literal[False]: ...
 
 class Plan:

@@ -94,15 +94,15 @@ def is_ordinary() -> bool:
     return _C.ordinary_context()
 
 
-def warn_of_reference(function: str, answer: object) -> None:
+def warn_of_reference(function: str, returned: object) -> None:
     """Warn once that a call falls back to plain PyTorch on a device with kernels, and why.
 
-    `answer` is what the gate of the kernels returned. Nothing is said where it names no argument, because plain
+    `returned`: what an eager entry point returned. Nothing is said where it names no argument, because plain
     PyTorch is the right path: in torch.func transforms, in forward mode and in dispatch modes, which must see the
     operations, and on devices without kernels.
     """
-    if isinstance(answer, Refusal) and answer.argument:
+    if isinstance(returned, Refusal) and returned.argument:
         _context.say_once(
-            f"{function}: {answer.argument} {answer.came}; plain PyTorch computes such calls, many times slower than "
-            "kernels"
+            f"{function}: {returned.argument} {returned.problem}; plain PyTorch computes such calls, many times slower "
+            "than kernels"
         )

@@ -75,7 +75,7 @@ CLAIMS = {
         ),
     },
     "docs/how_to/dann.md": {
-        "The gradient that arrives at the features is `-scale` times that of the classifier, in every context that "
+        "The features get the classifier's gradient times `-scale`, in every context that "
         "[the matrix](../benchmarks.md#where-each-way-of-changing-a-gradient-is-right) lists; a hand-written "
         "`autograd.Function` is silently wrong in some of them.": "tests/test_matrix.py::test_cell",
     },

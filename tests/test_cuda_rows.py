@@ -18,7 +18,7 @@ pytestmark = pytest.mark.cuda
 
 OFFSETS = (1, 2, 3, 5, 8, 15)
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
-# One or two widths for each kind of rows: a lane, 8, 16 or 32 lanes, a block, and a team of threads.
+# One or two widths for each kind of rows: a lane, 8, 16 or 32 lanes, a block, and a group of threads.
 LOSSES = [
     *(("two_hot", width, dtype) for width, dtype in ((33, F32), (101, BF16), (256, F32), (601, F32), (601, BF16))),
     *(("two_hot", width, dtype) for width, dtype in ((801, BF16), (1025, F32), (33, F64))),
@@ -55,7 +55,7 @@ def test_losses_of_rows(name, width, dtype, device):
     assert_invariant(head, x, target, lambda rows: rows)
 
 
-# (groups, classes) whose groups belong to 1 to 32 lanes and to a team of threads, and whose rows to 1 to 32 lanes.
+# (groups, classes) whose groups belong to 1 to 32 lanes and to a group of threads, and whose rows to 1 to 32 lanes.
 @pytest.mark.parametrize("name", ["prior", "posterior"])
 @pytest.mark.parametrize(
     ("groups", "classes", "dtype"),

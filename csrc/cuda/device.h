@@ -21,7 +21,7 @@ namespace gradscale {
 constexpr unsigned kWholeWarp = 0xffffffffu;
 
 // Returns a pointer to which the compiler adds constants, instead of computing an address for each access. The compiler
-// no longer knows what memory it points to. load_packet and store_packet state that it is global. Kernel arguments are
+// no longer knows what memory it points to. load_vector and store_vector state that it is global. Kernel arguments are
 // then read by ordinary loads, not from the constant cache, which serves one address of a warp at a time.
 template <class T>
 GRADSCALE_DEVICE T* kept(T* pointer) {

@@ -1,6 +1,6 @@
 // Rows of logits, float or a half type, whose width is known at compile time.
 //
-// A lane owns every lanes_per_row-th packet of a row, in registers (LanePackets). A warp owns up to 32 rows: it
+// A lane owns every lanes_per_row-th vector of a row, in registers (LaneVectors). A warp owns up to 32 rows: it
 // computes 32 / lanes_per_row of them side by side, and then the next ones. Each lane holds the numbers of one row
 // (target, factors, sums), so that formulas of these numbers, some in double, are computed for all rows of a warp at
 // once. A block has 4 warps, which share nothing: small blocks fill multiprocessors although rows take many registers.
@@ -12,22 +12,22 @@
 // The computation is a formula, a type that derives from LaneShape and has
 //
 // - Exponent: the type of the differences d of logits from the maximum, and of the exponentials e = exp(x - maximum);
-// - begin_row(owner, packets, exponent): starts a row. Lane `owner` stores its per-row scalars;
-// - target(packets, n, t): the target of element n of this lane, whose value in memory is t;
-// - add(sums, packets, n, e, d, t): adds element n to the kSums sums of its chain (LanePackets); gradient() needs the
+// - begin_row(owner, vectors, exponent): starts a row. Lane `owner` stores its per-row scalars;
+// - target(vectors, n, t): the target of element n of this lane, whose value in memory is t;
+// - add(sums, vectors, n, e, d, t): adds element n to the kSums sums of its chain (LaneVectors); gradient() needs the
 //   first kRowSums sums of the row;
-// - add_lane(chains, packets, e): sets the sums that are computed from all elements of the lane at once;
+// - add_lane(chains, vectors, e): sets the sums that are computed from all elements of the lane at once;
 // - add_illegal(sums, x, t), if kHasMetrics: called also for each element of a lane in which a logit is not finite;
-// - gradient(sums, packets, e, d, t): replaces e by the gradient; sums are of the whole row;
+// - gradient(sums, vectors, e, d, t): replaces e by the gradient; sums are of the whole row;
 // - counts(): false if the row is masked or skipped: its gradient is 0, and its logits do not enter metrics;
-// - add_square(packets, n, g, square), if kHasMetrics: adds element n of the gradient to the sum of its squares;
+// - add_square(vectors, n, g, square), if kHasMetrics: adds element n of the gradient to the sum of its squares;
 // - finish(results, gradients), if kFinishes: stores the results of the row whose numbers this lane holds, and its
 //   metrics if kHasMetrics;
 // - kLoadsAhead: false if the next rows are loaded only after these rows are stored;
 // - kKeepsDifferences: true if gradient() uses d.
 #pragma once
 
-#include "lane_packets.cuh"
+#include "lane_vectors.cuh"
 
 namespace gradscale {
 
@@ -92,7 +92,7 @@ struct PartsOfSums {
   GRADSCALE_DEVICE float& part(int sum, int index, int owner) const {
     return shared[(sum * kParts + index) * kPitch + owner];
   }
-  // `rank` is LanePackets::rank(), so that the order of the parts does not depend on where the row begins.
+  // `rank` is LaneVectors::rank(), so that the order of the parts does not depend on where the row begins.
   GRADSCALE_DEVICE void put(int owner, int rank, float (&sums)[count]) const {
 #pragma unroll
     for (int i = 0; i < count; ++i) {
@@ -120,15 +120,15 @@ template <class T, class Default>
 using NotVoid = std::conditional_t<std::is_same_v<T, void>, Default, T>;
 
 // Rows of `width` logits T with targets U over them (void: none) and gradients G (void: none is wanted).
-// The others are as in LanePackets.
-template <class T, class U, class G, int width, int lanes_per_row, int packet, bool at_once>
+// The others are as in LaneVectors.
+template <class T, class U, class G, int width, int lanes_per_row, int vector_size, bool at_once>
 struct LaneShape {
   using Logit = T;
   using Probability = NotVoid<U, float>;
   using Gradient = NotVoid<G, T>;
-  using Packets = LanePackets<T, width, lanes_per_row, packet, at_once>;
-  using Values = typename Packets::Values;
-  static constexpr int kWidth = width, kLanes = lanes_per_row, kElements = Packets::kElements;
+  using Vectors = LaneVectors<T, width, lanes_per_row, vector_size, at_once>;
+  using Values = typename Vectors::Values;
+  static constexpr int kWidth = width, kLanes = lanes_per_row, kElements = Vectors::kElements;
   static constexpr bool kHasTargets = !std::is_same_v<U, void>, kWantsGradient = !std::is_same_v<G, void>;
 };
 
@@ -137,7 +137,7 @@ class LaneRows {
   using Logit = typename Formula::Logit;
   using Probability = typename Formula::Probability;
   using Gradient = typename Formula::Gradient;
-  using Packets = typename Formula::Packets;
+  using Vectors = typename Formula::Vectors;
   using Values = typename Formula::Values;
   static constexpr int kWidth = Formula::kWidth, kLanes = Formula::kLanes, kSideBySide = 32 / kLanes;
   static constexpr int kSums = Formula::kSums, kRowSums = Formula::kRowSums, kElements = Formula::kElements;
@@ -147,14 +147,14 @@ class LaneRows {
   using Logits = Tile<Logit, kWidth>;
   using Gradients = Tile<Gradient, kWidth>;
   using Targets = Tile<Probability, kWidth>;
-  static_assert(Packets::kTiled == (kLanes == 1));
+  static_assert(Vectors::kTiled == (kLanes == 1));
   static constexpr int kParts = kSums - kRowSums + 1; // and the sum of squares
   using Parts = PartsOfSums<kLanes, kParts>;
   static constexpr int kLogitsBytes = Logits::kBytes > Gradients::kBytes ? Logits::kBytes : Gradients::kBytes;
 
  public:
   // Shared memory of a warp.
-  static constexpr int kBytes = Packets::kTiled
+  static constexpr int kBytes = Vectors::kTiled
                                     ? kLogitsBytes + (kHasTargets ? Targets::kBytes : 0)
                                     : (Formula::kFinishes ? Parts::kBytes + 32 * static_cast<int>(sizeof(float)) : 0);
 
@@ -165,12 +165,17 @@ class LaneRows {
       const RowsInMemory<const Probability>& targets,
       const RowsInMemory<Gradient>& gradients,
       char* shared)
-      : warp_(warp), shared_(shared), logits_(logits), targets_(targets), gradients_(gradients), to_(gradients) {
-    if constexpr (Packets::kTiled) {
+      : warp_(warp),
+        shared_(shared),
+        logits_(logits),
+        targets_(targets),
+        gradients_(gradients),
+        gradient_rows_(gradients) {
+    if constexpr (Vectors::kTiled) {
       const Logits tile(shared, warp.lane);
       tile.load(logits, warp.count);
       logits_ = {tile.rows().data, tile.rows().stride};
-      to_ = Gradients(shared, warp.lane).rows();
+      gradient_rows_ = Gradients(shared, warp.lane).rows();
       if constexpr (kHasTargets) {
         const Targets target_rows(shared + kLogitsBytes, warp.lane);
         target_rows.load(targets, warp.count);
@@ -178,12 +183,12 @@ class LaneRows {
       }
       __syncwarp();
     }
-    end_ = warp.count - warp.lane / kLanes;
+    row_end_ = warp.count - warp.lane / kLanes;
     const int row = exists(0) ? warp.lane / kLanes : warp.count - 1;
-    from_ = logits_.row(row);
-    targets_from_ = targets_.row(row);
+    next_logits_ = logits_.row(row);
+    next_targets_ = targets_.row(row);
     load();
-    if constexpr (Packets::kTiled) {
+    if constexpr (Vectors::kTiled) {
       __syncwarp(); // all lanes have read these rows before gradients replace them
     }
   }
@@ -212,9 +217,9 @@ class LaneRows {
         results.square = parts[kSums - kRowSums];
       }
       results.largest_logit = lane_maximum<32>(results.largest_logit);
-      formula.finish(results, to_);
+      formula.finish(results, gradient_rows_);
     }
-    if constexpr (Packets::kTiled && kWantsGradient) {
+    if constexpr (Vectors::kTiled && kWantsGradient) {
       __syncwarp();
       Gradients(shared_, warp_.lane).store(gradients_, warp_.count);
     }
@@ -232,22 +237,22 @@ class LaneRows {
   // False if no row is left for this lane among the rows from `begin` on that are computed side by side. The lane then
   // repeats another row.
   GRADSCALE_DEVICE bool exists(int begin) const {
-    return begin < end_;
+    return begin < row_end_;
   }
 
   GRADSCALE_DEVICE void load() {
-    packets_ = Packets::from_row(from_, warp_.lane);
-    packets_.load(from_, -INFINITY, x_);
+    vectors_ = Vectors::from_row(next_logits_, warp_.lane);
+    vectors_.load(next_logits_, -INFINITY, x_);
     if constexpr (kHasTargets) {
-      packets_.load(targets_from_, 0, t_);
+      vectors_.load(next_targets_, 0, t_);
     }
   }
 
   // Loads this lane's part of the rows from `begin` on. A lane for which there is no row keeps its previous one.
   GRADSCALE_DEVICE void load_next(int begin) {
     if (kLanes > 1 && exists(begin)) {
-      from_ += kSideBySide * logits_.stride;
-      targets_from_ += kHasTargets ? kSideBySide * targets_.stride : 0;
+      next_logits_ += kSideBySide * logits_.stride;
+      next_targets_ += kHasTargets ? kSideBySide * targets_.stride : 0;
       load();
     }
   }
@@ -255,13 +260,13 @@ class LaneRows {
   // Computes the rows from `begin` on, which are loaded already, and loads the next ones. Lane `owner` holds the
   // numbers of this lane's row.
   GRADSCALE_DEVICE void compute(Formula& formula, int begin, int owner, RowResults<kSums>& own) {
-    const Packets packets = packets_;
+    const Vectors vectors = vectors_;
     Values e, d, t{};
-    float chains[Packets::kChains][kSums] = {}, square = 0, largest = 0;
+    float chains[Vectors::kChains][kSums] = {}, square = 0, largest = 0;
     const float maximum = lane_maximum<kLanes>(maximum_of(largest));
     unpack_rows(d, t);
     const typename Formula::Exponent exponent(maximum);
-    formula.begin_row(owner, packets, exponent);
+    formula.begin_row(owner, vectors, exponent);
     if constexpr (Formula::kHasMetrics) {
       if (!(largest < INFINITY)) { // rarely: illegal actions and bins
         largest = 0;
@@ -270,7 +275,7 @@ class LaneRows {
 #pragma unroll
         for (int n = 0; n < kElements; ++n) {
           largest = larger(largest, finite_magnitude(x[n]));
-          formula.add_illegal(chains[Packets::chain(n)], x[n], formula.target(packets, n, target_values[n]));
+          formula.add_illegal(chains[Vectors::chain(n)], x[n], formula.target(vectors, n, target_values[n]));
         }
       }
       if (formula.counts()) {
@@ -281,38 +286,38 @@ class LaneRows {
     for (int n = 0; n < kElements; ++n) {
       d[n] = exponent.difference(d[n]);
       e[n] = exponent.exponential(d[n]);
-      t[n] = formula.target(packets, n, t[n]);
-      formula.add(chains[Packets::chain(n)], packets, n, e[n], d[n], t[n]);
+      t[n] = formula.target(vectors, n, t[n]);
+      formula.add(chains[Vectors::chain(n)], vectors, n, e[n], d[n], t[n]);
     }
-    formula.add_lane(chains, packets, e);
+    formula.add_lane(chains, vectors, e);
     float sums[kSums];
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
-      float parts[Packets::kChains];
+      float parts[Vectors::kChains];
 #pragma unroll
-      for (int k = 0; k < Packets::kChains; ++k) {
+      for (int k = 0; k < Vectors::kChains; ++k) {
         parts[k] = chains[k][i];
       }
-      sums[i] = packets.joined(parts);
+      sums[i] = vectors.joined(parts);
     }
     if constexpr (Formula::kLoadsAhead) {
       load_next(begin + kSideBySide);
     }
     lane_sums<kLanes, kRowSums>(sums, warp_.lane);
     if constexpr (kWantsGradient) {
-      formula.gradient(sums, packets, e, d, t);
+      formula.gradient(sums, vectors, e, d, t);
       if constexpr (Formula::kHasMetrics) {
 #pragma unroll
         for (int n = 0; n < kElements; ++n) {
-          formula.add_square(packets, n, e[n], square);
+          formula.add_square(vectors, n, e[n], square);
         }
       }
       if (exists(begin)) { // otherwise, other lanes store the row
-        Gradient* const gradient = to_.row(begin + warp_.lane / kLanes);
-        packets.store(gradient, e);
+        Gradient* const gradient = gradient_rows_.row(begin + warp_.lane / kLanes);
+        vectors.store(gradient, e);
         if (!formula.counts()) { // rarely: the branch costs less than a choice for each element
           const Values zeros{};
-          packets.store(gradient, zeros);
+          vectors.store(gradient, zeros);
         }
       }
     }
@@ -326,7 +331,7 @@ class LaneRows {
         parts[i - kRowSums] = sums[i];
       }
       parts[kSums - kRowSums] = square;
-      partial_sums().put(owner, packets.rank(), parts);
+      partial_sums().put(owner, vectors.rank(), parts);
     }
     if (Formula::kFinishes && owner == warp_.lane) {
       (kLanes == 1 ? own.maximum : row_maximum()) = maximum;
@@ -340,28 +345,28 @@ class LaneRows {
 
   GRADSCALE_DEVICE void unpack_rows(Values& x, Values& t) const {
 #pragma unroll
-    for (int c = 0; c < Packets::kPackets; ++c) {
-      unpack(x_[c], x + Packets::kPacket * c);
+    for (int c = 0; c < Vectors::kVectors; ++c) {
+      unpack(x_[c], x + Vectors::kVectorSize * c);
       if constexpr (kHasTargets) {
-        unpack(t_[c], t + Packets::kPacket * c);
+        unpack(t_[c], t + Vectors::kVectorSize * c);
       }
     }
   }
 
   // Returns the largest of this lane's logits. Also finds the largest magnitude, which is infinite if a logit in a
-  // packet that is wholly inside the row is infinite.
+  // vector that is wholly inside the row is infinite.
   GRADSCALE_DEVICE float maximum_of(float& magnitude) const {
     Values x;
-    PacketExtremes<Logit, Packets::kPacket> extremes;
+    VectorExtremes<Logit, Vectors::kVectorSize> extremes;
     float maximum = -INFINITY;
 #pragma unroll
-    for (int c = 0; c < Packets::kPackets; ++c) {
-      unpack(x_[c], x + Packets::kPacket * c);
-      if (Packets::is_whole(c)) {
+    for (int c = 0; c < Vectors::kVectors; ++c) {
+      unpack(x_[c], x + Vectors::kVectorSize * c);
+      if (Vectors::is_whole(c)) {
         extremes.add(x_[c]);
       } else {
 #pragma unroll
-        for (int n = Packets::kPacket * c; n < Packets::kPacket * (c + 1); ++n) {
+        for (int n = Vectors::kVectorSize * c; n < Vectors::kVectorSize * (c + 1); ++n) {
           maximum = larger(maximum, x[n]);
           magnitude = larger(magnitude, finite_magnitude(x[n]));
         }
@@ -376,13 +381,13 @@ class LaneRows {
   char* shared_;
   RowsInMemory<const Logit> logits_;
   RowsInMemory<const Probability> targets_;
-  RowsInMemory<Gradient> gradients_, to_;
-  int end_; // the number of rows from this lane's first row on
-  const Logit* from_;
-  const Probability* targets_from_;
-  Packets packets_{};
-  typename Packets::template Words<Logit> x_;
-  typename Packets::template Words<Probability> t_;
+  RowsInMemory<Gradient> gradients_, gradient_rows_;
+  int row_end_; // the number of rows from this lane's first row on
+  const Logit* next_logits_;
+  const Probability* next_targets_;
+  Vectors vectors_{};
+  typename Vectors::template Words<Logit> x_;
+  typename Vectors::template Words<Probability> t_;
 };
 
 // The number of blocks that should fit on a multiprocessor. A thread needs `others` registers, and for each element the
@@ -414,100 +419,100 @@ class BinSums {
   GRADSCALE_DEVICE explicit BinSums(const float* centers) : centers_(raw ? kept(centers) : nullptr) {
   }
 
-  template <class Packets>
-  GRADSCALE_DEVICE static float target(const Packets&, int, float t) {
+  template <class Vectors>
+  GRADSCALE_DEVICE static float target(const Vectors&, int, float t) {
     return t;
   }
   // The place of element n: its raw centre, or its distance from the middle less middle().
-  template <class Packets>
-  GRADSCALE_DEVICE float place(const Packets& packets, int n) const {
+  template <class Vectors>
+  GRADSCALE_DEVICE float place(const Vectors& vectors, int n) const {
     if constexpr (raw) {
-      return packets.exists(n) ? (centers_ + packets.first)[Packets::index(n)] : 0.0f; // constants are added to it
+      return vectors.exists(n) ? (centers_ + vectors.first)[Vectors::index(n)] : 0.0f; // constants are added to it
     } else {
-      return Packets::distance(n);
+      return Vectors::distance(n);
     }
   }
   // Makes place() read raw centres again, instead of keeping them in registers.
   GRADSCALE_DEVICE void forget_places() {
     centers_ = raw ? kept(centers_) : nullptr;
   }
-  template <class Packets>
-  GRADSCALE_DEVICE static float middle(const Packets& packets) {
-    return raw ? 0.0f : packets.middle();
+  template <class Vectors>
+  GRADSCALE_DEVICE static float middle(const Vectors& vectors) {
+    return raw ? 0.0f : vectors.middle();
   }
 
   // This lane's part of the sum of e times (place() + from).
-  template <class Packets>
-  GRADSCALE_DEVICE float moment(const Packets& packets, const typename Packets::Values& e, float from) const {
-    float chains[Packets::kChains] = {};
+  template <class Vectors>
+  GRADSCALE_DEVICE float moment(const Vectors& vectors, const typename Vectors::Values& e, float from) const {
+    float chains[Vectors::kChains] = {};
     if constexpr (raw) {
-      mirrored_moments(packets, e, from, chains);
+      mirrored_moments(vectors, e, from, chains);
     } else {
 #pragma unroll
-      for (int n = 0; n < Packets::kElements; ++n) {
-        chains[Packets::chain(n)] += e[n] * (place(packets, n) + from);
+      for (int n = 0; n < Vectors::kElements; ++n) {
+        chains[Vectors::chain(n)] += e[n] * (place(vectors, n) + from);
       }
     }
-    return packets.joined(chains);
+    return vectors.joined(chains);
   }
 
-  template <class Packets, int count>
-  GRADSCALE_DEVICE void add(float (&sums)[count], const Packets& packets, int n, float e, float d, float) const {
+  template <class Vectors, int count>
+  GRADSCALE_DEVICE void add(float (&sums)[count], const Vectors& vectors, int n, float e, float d, float) const {
     sums[kSum] += e;
     if constexpr (!raw) {
-      sums[kMoment] += e * (place(packets, n) + middle(packets)); // the place is exact
+      sums[kMoment] += e * (place(vectors, n) + middle(vectors)); // the place is exact
     }
     if constexpr (count > kShifted) {
-      sums[kShifted] = fmaf(packets.exists(n) ? d : 0.0f, kShiftedUnit, sums[kShifted]);
+      sums[kShifted] = fmaf(vectors.exists(n) ? d : 0.0f, kShiftedUnit, sums[kShifted]);
     }
   }
-  template <class Packets, int count>
+  template <class Vectors, int count>
   GRADSCALE_DEVICE void add_lane(
-      float (&chains)[Packets::kChains][count], const Packets& packets, const typename Packets::Values& e) const {
+      float (&chains)[Vectors::kChains][count], const Vectors& vectors, const typename Vectors::Values& e) const {
     if constexpr (raw) {
-      float moments[Packets::kChains] = {};
-      mirrored_moments(packets, e, 0, moments);
+      float moments[Vectors::kChains] = {};
+      mirrored_moments(vectors, e, 0, moments);
 #pragma unroll
-      for (int k = 0; k < Packets::kChains; ++k) {
+      for (int k = 0; k < Vectors::kChains; ++k) {
         chains[k][kMoment] = moments[k];
       }
     }
   }
 
  private:
-  // Every kStep-th element of a row belongs to the same class: element k of the packets of one lane. Mirroring a class
+  // Every kStep-th element of a row belongs to the same class: element k of the vectors of one lane. Mirroring a class
   // at the middle of the row gives another class. A class is summed upwards above the middle, and downwards below it.
   // Its upper sum is added to the lower sum of the mirrored class, which is in another lane. If the row and its support
   // are symmetric, both sums have the same magnitude, and cancel exactly.
-  template <class Packets>
+  template <class Vectors>
   GRADSCALE_DEVICE void mirrored_moments(
-      const Packets& packets, const typename Packets::Values& e, float from, float (&chains)[Packets::kChains]) const {
-    constexpr int packet = Packets::kPacket, elements = Packets::kElements, last = Packets::kWidth - 1;
-    static_assert(packet <= 2);
-    float above[packet] = {}, below[packet] = {};
+      const Vectors& vectors, const typename Vectors::Values& e, float from, float (&chains)[Vectors::kChains]) const {
+    constexpr int vector_size = Vectors::kVectorSize, elements = Vectors::kElements, last = Vectors::kWidth - 1;
+    static_assert(vector_size <= 2);
+    float above[vector_size] = {}, below[vector_size] = {};
     const auto add_if = [&](bool is_inside, int n, float& sum) {
-      sum = fmaf(is_inside ? e[n] : 0.0f, place(packets, n) + from, sum);
+      sum = fmaf(is_inside ? e[n] : 0.0f, place(vectors, n) + from, sum);
     };
 #pragma unroll
     for (int n = 0; n < elements; ++n) {
-      if (Packets::index(n) + Packets::kStep > last / 2) { // may be above the middle
-        add_if(2 * (packets.first + Packets::index(n)) >= last, n, above[n % packet]);
+      if (Vectors::index(n) + Vectors::kStep > last / 2) { // may be above the middle
+        add_if(2 * (vectors.first + Vectors::index(n)) >= last, n, above[n % vector_size]);
       }
     }
 #pragma unroll
     for (int n = elements - 1; n >= 0; --n) {
-      if (Packets::index(n) - Packets::kMostBefore <= last / 2) {
-        add_if(2 * (packets.first + Packets::index(n)) < last, n, below[n % packet]);
+      if (Vectors::index(n) - Vectors::kMostBefore <= last / 2) {
+        add_if(2 * (vectors.first + Vectors::index(n)) < last, n, below[n % vector_size]);
       }
     }
-    const int lane = static_cast<int>(threadIdx.x) % Packets::kLanes, before = packet * lane - packets.first;
+    const int lane = static_cast<int>(threadIdx.x) % Vectors::kLanes, before = vector_size * lane - vectors.first;
 #pragma unroll
-    for (int k = 0; k < packet; ++k) {
-      const int opposite = (last + 2 * before - packet * lane - k) & (Packets::kStep - 1);
-      const float other = below[(last - k) & (packet - 1)];
-      chains[Packets::chain(k)] +=
-          above[k] + from_owner<Packets::kLanes>(
-                         (static_cast<int>(threadIdx.x) % 32 & -Packets::kLanes) + opposite / packet, other);
+    for (int k = 0; k < vector_size; ++k) {
+      const int opposite = (last + 2 * before - vector_size * lane - k) & (Vectors::kStep - 1);
+      const float other = below[(last - k) & (vector_size - 1)];
+      chains[Vectors::chain(k)] +=
+          above[k] + from_owner<Vectors::kLanes>(
+                         (static_cast<int>(threadIdx.x) % 32 & -Vectors::kLanes) + opposite / vector_size, other);
     }
   }
 };

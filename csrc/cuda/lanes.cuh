@@ -9,7 +9,7 @@ namespace gradscale {
 
 // `count` elements that are read and written at once: 2, 4, 8 or 16 bytes.
 template <class T, int count>
-struct alignas(sizeof(T) * count) Packet {
+struct alignas(sizeof(T) * count) Vector {
   static constexpr int kBytes = sizeof(T) * count;
   using Word = std::conditional_t<kBytes == 2, uint16_t, uint32_t>;
   Word words[kBytes / sizeof(Word)];
@@ -51,7 +51,7 @@ GRADSCALE_DEVICE uint32_t halves(HalfBits, float low, float high) {
 }
 
 template <class T, int count>
-GRADSCALE_DEVICE void unpack(const Packet<T, count>& packed, float* values) {
+GRADSCALE_DEVICE void unpack(const Vector<T, count>& packed, float* values) {
 #pragma unroll
   for (int k = 0; k < count; ++k) {
     if constexpr (sizeof(T) == 8) {
@@ -66,8 +66,8 @@ GRADSCALE_DEVICE void unpack(const Packet<T, count>& packed, float* values) {
 }
 
 template <class T, int count>
-GRADSCALE_DEVICE Packet<T, count> packed(const float* values) {
-  Packet<T, count> result;
+GRADSCALE_DEVICE Vector<T, count> packed(const float* values) {
+  Vector<T, count> result;
   if constexpr (sizeof(T) == 8) {
 #pragma unroll
     for (int k = 0; k < count; ++k) {
@@ -118,36 +118,36 @@ GRADSCALE_DEVICE uint32_t smaller_pair(T, uint32_t a, uint32_t b) {
 }
 #endif
 
-// The largest element and the largest magnitude of packets, which are the elements that a lane loads at once. NaN is
+// The largest element and the largest magnitude of vectors, which are the elements that a lane loads at once. NaN is
 // ignored. From sm_80 on, a word of two 16-bit elements takes one instruction for the maximum and one for the minimum.
 template <class T, int count>
-class PacketExtremes {
+class VectorExtremes {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   static constexpr bool kPairs = sizeof(T) == 2 && count % 2 == 0;
 #else
   static constexpr bool kPairs = false;
 #endif
   static constexpr uint32_t kInfinity = std::is_same_v<T, HalfBits> ? 0x7c007c00u : 0x7f807f80u;
-  Packet<T, 2> most_{}, least_{};
+  Vector<T, 2> most_{}, least_{};
   float maximum_ = -INFINITY, magnitude_ = 0;
 
  public:
-  GRADSCALE_DEVICE PacketExtremes() {
+  GRADSCALE_DEVICE VectorExtremes() {
     if constexpr (kPairs) {
       most_.words[0] = kInfinity | 0x80008000u;
       least_.words[0] = kInfinity;
     }
   }
-  GRADSCALE_DEVICE void add(const Packet<T, count>& packet) {
+  GRADSCALE_DEVICE void add(const Vector<T, count>& vector) {
     if constexpr (kPairs) {
 #pragma unroll
-      for (uint32_t word : packet.words) {
+      for (uint32_t word : vector.words) {
         most_.words[0] = larger_pair(T(), most_.words[0], word);
         least_.words[0] = smaller_pair(T(), least_.words[0], word);
       }
     } else {
       float x[count];
-      unpack(packet, x);
+      unpack(vector, x);
 #pragma unroll
       for (float value : x) {
         maximum_ = larger(maximum_, value);
@@ -160,7 +160,7 @@ class PacketExtremes {
     unpack(most_, most);
     return kPairs ? larger(most[0], most[1]) : maximum_;
   }
-  // The largest magnitude. If there were no packets, it is infinite for pairs, and otherwise 0.
+  // The largest magnitude. If there were no vectors, it is infinite for pairs, and otherwise 0.
   GRADSCALE_DEVICE float magnitude() const {
     float least[2];
     unpack(least_, least);
@@ -170,7 +170,7 @@ class PacketExtremes {
 
 // Replaces element k.
 template <class T, int count>
-GRADSCALE_DEVICE void set(Packet<T, count>& packed, int k, const Packet<T, 1>& element) {
+GRADSCALE_DEVICE void set(Vector<T, count>& packed, int k, const Vector<T, 1>& element) {
   if constexpr (sizeof(T) == 2) {
     const uint32_t others = packed.words[k / 2] & (k % 2 == 0 ? 0xffff0000u : 0xffffu);
     packed.words[k / 2] = others | static_cast<uint32_t>(element.words[0]) << (k % 2 * 16);
@@ -185,8 +185,8 @@ GRADSCALE_DEVICE void set(Packet<T, count>& packed, int k, const Packet<T, 1>& e
 
 // Loads elements that no thread writes.
 template <class T, int count>
-GRADSCALE_DEVICE Packet<T, count> load_packet(const T* from) {
-  Packet<T, count> result;
+GRADSCALE_DEVICE Vector<T, count> load_vector(const T* from) {
+  Vector<T, count> result;
   auto& words = result.words;
   const auto address = __cvta_generic_to_global(from);
   if constexpr (sizeof(result) == 2) {
@@ -205,18 +205,18 @@ GRADSCALE_DEVICE Packet<T, count> load_packet(const T* from) {
 
 // Loads elements that no thread writes, one by one.
 template <class T, int count>
-GRADSCALE_DEVICE Packet<T, count> load_elements(const T* from) {
-  Packet<T, count> result{};
+GRADSCALE_DEVICE Vector<T, count> load_elements(const T* from) {
+  Vector<T, count> result{};
 #pragma unroll
   for (int k = 0; k < count; ++k) {
-    set(result, k, load_packet<T, 1>(from + k));
+    set(result, k, load_vector<T, 1>(from + k));
   }
   return result;
 }
 
 // Stores all elements in one access; in PTX for the same reason as store16.
 template <class T, int count>
-GRADSCALE_DEVICE void store_packet(void* to, const Packet<T, count>& packed) {
+GRADSCALE_DEVICE void store_vector(void* to, const Vector<T, count>& packed) {
   const auto address = __cvta_generic_to_global(to);
   const auto& words = packed.words;
   if constexpr (sizeof(packed) == 2) {

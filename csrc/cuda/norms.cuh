@@ -140,46 +140,47 @@ GRADSCALE_DEVICE double squares_of(const Window<T> (&windows)[count]) {
   return sum;
 }
 
-// Adds up the squares of a range of elements, with the threads of a team. A thread issues the loads of four windows
+// Adds up the squares of a range of elements, with the threads of a group. A thread issues the loads of four windows
 // before it uses the first.
 template <class T>
-GRADSCALE_DEVICE double sum_of_squares(const T* from, int32_t size, const Team& team) {
+GRADSCALE_DEVICE double sum_of_squares(const T* from, int32_t size, const ThreadGroup& group) {
   constexpr int kAhead = 4;
   const Windows<T> windows(from, size);
   double sum = 0;
-  for (int32_t window = team.rank; window < windows.count; window += kAhead * team.size) {
+  for (int32_t window = group.rank; window < windows.count; window += kAhead * group.size) {
     Window<T> now[kAhead];
 #pragma unroll
     for (int c = 0; c < kAhead; ++c) {
-      now[c] = read_window(from, size, windows.first(window + c * team.size));
+      now[c] = read_window(from, size, windows.first(window + c * group.size));
     }
     sum += squares_of(now);
   }
-  return team.sum(sum);
+  return group.sum(sum);
 }
 
-// ---- Sums of powers by the threads of a team, as in cpu/range.cpp --------------------------------------------------
+// ---- Sums of powers by a group of threads, as in cpu/range.cpp
+// -------------------------------------------------------
 
 // Writes changed(x) for each element, where x is the element in the type of sums. A thread issues the loads of its next
 // windows before it changes the first.
 template <class T, class Change>
-GRADSCALE_DEVICE void change_range(const T* from, T* to, int32_t size, const Team& team, Change changed) {
+GRADSCALE_DEVICE void change_range(const T* from, T* to, int32_t size, const ThreadGroup& group, Change changed) {
   using A = Accumulate<T>;
   constexpr int kAhead = 4;
   const Windows<T> windows(from, size);
   const auto is_whole = [=](int32_t first) { return first >= 0 && first + kVector<T> <= size; };
-  for (int32_t begin = team.rank; begin < windows.count; begin += kAhead * team.size) {
+  for (int32_t begin = group.rank; begin < windows.count; begin += kAhead * group.size) {
     Vector<T> now[kAhead];
 #pragma unroll
     for (int c = 0; c < kAhead; ++c) {
-      const int32_t first = windows.first(begin + c * team.size);
+      const int32_t first = windows.first(begin + c * group.size);
       if (is_whole(first)) {
         now[c] = load16<Vector<T>>(from + first);
       }
     }
 #pragma unroll
     for (int c = 0; c < kAhead; ++c) {
-      const int32_t first = windows.first(begin + c * team.size);
+      const int32_t first = windows.first(begin + c * group.size);
       if (is_whole(first)) {
         A values[kVector<T>];
 #pragma unroll
@@ -221,16 +222,17 @@ struct ScaledElement {
 
 // Adds up (|g| reciprocal^2)^p, for a finite p.
 template <class T>
-GRADSCALE_DEVICE double plain_power_sum(const T* from, int32_t size, double p, double reciprocal, const Team& team) {
+GRADSCALE_DEVICE double plain_power_sum(
+    const T* from, int32_t size, double p, double reciprocal, const ThreadGroup& group) {
   using A = Accumulate<T>;
   double sum = 0;
-  each_window(from, size, team, A(0), [&](const A* values, int32_t) {
+  each_window(from, size, group, A(0), [&](const A* values, int32_t) {
 #pragma unroll
     for (int k = 0; k < kVector<T>; ++k) {
       sum += power_in_norm(std::abs(static_cast<double>(values[k])) * reciprocal * reciprocal, p);
     }
   });
-  return team.sum(sum);
+  return group.sum(sum);
 }
 
 // The larger of two numbers; NaN if one is NaN.
@@ -239,42 +241,42 @@ GRADSCALE_DEVICE double larger_or_nan(double a, double b) {
 }
 
 // The largest of the threads' values; NaN if one is NaN.
-GRADSCALE_DEVICE double maximum_or_nan(double value, const Team& team) {
-  return team.reduced(value, larger_or_nan);
+GRADSCALE_DEVICE double maximum_or_nan(double value, const ThreadGroup& group) {
+  return group.reduced(value, larger_or_nan);
 }
 
 // The largest magnitude; NaN if an element is NaN.
 template <class T>
-GRADSCALE_DEVICE double range_maximum(const T* from, int32_t size, const Team& team) {
+GRADSCALE_DEVICE double range_maximum(const T* from, int32_t size, const ThreadGroup& group) {
   using A = Accumulate<T>;
   double largest = 0;
-  each_window(from, size, team, A(0), [&](const A* values, int32_t) {
+  each_window(from, size, group, A(0), [&](const A* values, int32_t) {
 #pragma unroll
     for (int k = 0; k < kVector<T>; ++k) {
       largest = larger_or_nan(std::abs(static_cast<double>(values[k])), largest);
     }
   });
-  return maximum_or_nan(largest, team);
+  return maximum_or_nan(largest, group);
 }
 
 template <class T>
-GRADSCALE_DEVICE PowerSum range_power_sum(const T* from, int32_t size, double p, const Team& team) {
+GRADSCALE_DEVICE PowerSum range_power_sum(const T* from, int32_t size, double p, const ThreadGroup& group) {
   if constexpr (!std::is_same_v<T, double>) {
     if (p == 2) { // squares of such elements neither overflow nor underflow in double
-      return {sum_of_squares(from, size, team), 1};
+      return {sum_of_squares(from, size, group), 1};
     }
   }
   const bool is_maximum = std::isinf(p);
-  const double sum = is_maximum ? range_maximum(from, size, team) : plain_power_sum(from, size, p, 1.0, team);
+  const double sum = is_maximum ? range_maximum(from, size, group) : plain_power_sum(from, size, p, 1.0, group);
   if (__all_sync(kWholeWarp, is_safe(sum))) {
     return {sum, 1};
   }
-  const double maximum = is_maximum ? sum : range_maximum(from, size, team);
+  const double maximum = is_maximum ? sum : range_maximum(from, size, group);
   const bool scaled = !is_safe(sum) && maximum > 0 && !std::isinf(maximum);
   const double root = scaled ? root_for(maximum, p) : 1;
   const double reciprocal = 1 / root;
   const double again =
-      is_maximum ? maximum * reciprocal * reciprocal : plain_power_sum(from, size, p, reciprocal, team);
+      is_maximum ? maximum * reciprocal * reciprocal : plain_power_sum(from, size, p, reciprocal, group);
   if (is_safe(sum)) {
     return {sum, 1};
   }
@@ -282,7 +284,7 @@ GRADSCALE_DEVICE PowerSum range_power_sum(const T* from, int32_t size, double p,
 }
 
 // Adds up the power sums of the parts of a group of elements, with the threads of `block`, which may be a warp.
-GRADSCALE_DEVICE PowerSum total_power_sum(const PowerSum* sums, int64_t count, double p, const Team& block) {
+GRADSCALE_DEVICE PowerSum total_power_sum(const PowerSum* sums, int64_t count, double p, const ThreadGroup& block) {
   PowerSum own{0, 1};
   for (int64_t i = block.rank; i < count; i += block.size) {
     own = added(own, sums[i], p);

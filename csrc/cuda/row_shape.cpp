@@ -38,49 +38,50 @@ bool is_parallel(const Rows& rows, const Rows& others) {
 template <size_t count>
 RowLanes lanes_of(
     const LanesOfWidth (&table)[count], int64_t width, const Rows& logits, const Rows& gradient, const Rows& target) {
-  const auto all_aligned = [&](int64_t packet) {
-    return is_aligned(logits, packet) && is_aligned(gradient, packet) && is_aligned(target, packet);
+  const auto all_aligned = [&](int64_t vector_size) {
+    return is_aligned(logits, vector_size) && is_aligned(gradient, vector_size) && is_aligned(target, vector_size);
   };
   if (logits.element == Element::float64 || width < 2 || !all_aligned(1)) {
     return {};
   }
-  // If the width is odd, aligned packets of two need rows of the same parity.
+  // If the width is odd, aligned vectors of two need rows of the same parity.
   const bool at_once = width % 2 == 0 ? all_aligned(2) : is_parallel(logits, gradient) && is_parallel(logits, target);
-  constexpr int32_t packet = 2;
+  constexpr int32_t vector_size = 2;
   const int64_t tiles = std::max(bytes_in_tile(logits, width), bytes_in_tile(gradient, width));
   for (const LanesOfWidth& entry : table) {
-    if (width <= entry.widest && entry.lanes > 1 && entry.lanes * packet * element_size(logits.element) >= kSector) {
-      return {entry.lanes, packet, at_once};
+    if (width <= entry.widest && entry.lanes > 1 &&
+        entry.lanes * vector_size * element_size(logits.element) >= kSector) {
+      return {entry.lanes, vector_size, at_once};
     }
     if (width <= entry.widest && entry.lanes == 1 &&
         kRowThreads * (tiles + bytes_in_tile(target, width)) <= kSharedBytesOfBlock) {
-      return {1, width % 2 == 0 ? packet : 1, true}; // from shared memory
+      return {1, width % 2 == 0 ? vector_size : 1, true}; // from shared memory
     }
   }
   return {};
 }
 
-// The largest packet that divides `width`, and has at most 16 bytes of each of these rows. per_row is 0 if elements of
+// The largest vector that divides `width`, and has at most 16 bytes of each of these rows. per_row is 0 if elements of
 // rows are not aligned, or float64 logits.
-RowLanes wide_packets(int64_t width, const Rows& logits, const Rows& gradient, const Rows& target) {
+RowLanes wide_vectors(int64_t width, const Rows& logits, const Rows& gradient, const Rows& target) {
   const auto bytes_of = [](const Rows& rows) { return rows.data == nullptr ? 0 : element_size(rows.element); };
   const int64_t largest = std::max<int64_t>({bytes_of(logits), bytes_of(gradient), bytes_of(target)});
-  const auto all_aligned = [&](int64_t packet) {
-    return is_aligned(logits, packet) && is_aligned(gradient, packet) && is_aligned(target, packet);
+  const auto all_aligned = [&](int64_t vector_size) {
+    return is_aligned(logits, vector_size) && is_aligned(gradient, vector_size) && is_aligned(target, vector_size);
   };
-  int32_t packet = 1;
-  while (width % (2 * packet) == 0 && 2 * packet * largest <= 16) {
-    packet *= 2;
+  int32_t vector_size = 1;
+  while (width % (2 * vector_size) == 0 && 2 * vector_size * largest <= 16) {
+    vector_size *= 2;
   }
   const bool is_possible = logits.element != Element::float64 && all_aligned(1);
-  return {is_possible ? 1 : 0, packet, all_aligned(packet)};
+  return {is_possible ? 1 : 0, vector_size, all_aligned(vector_size)};
 }
 
 // The lanes for rows that are too wide for a warp: all of a block, if its registers are enough.
 RowLanes block_lanes(int64_t width, const Rows& logits, const Rows& gradient, const Rows& target) {
-  RowLanes lanes = wide_packets(width, logits, gradient, target);
-  const int64_t packets = (width + lanes.packet * kRowThreads - 1) / (lanes.packet * kRowThreads);
-  lanes.per_row = packets * lanes.packet <= kMostWideLogits ? lanes.per_row * kRowThreads : 0;
+  RowLanes lanes = wide_vectors(width, logits, gradient, target);
+  const int64_t vectors = (width + lanes.vector_size * kRowThreads - 1) / (lanes.vector_size * kRowThreads);
+  lanes.per_row = vectors * lanes.vector_size <= kMostWideLogits ? lanes.per_row * kRowThreads : 0;
   return lanes;
 }
 
@@ -98,12 +99,12 @@ RowLanes action_lanes(int64_t width, const Rows& logits, const Rows& gradient, c
 }
 
 RowLanes group_lanes(int64_t groups, int64_t classes, const Rows& logits, const Rows& gradient, const Rows& target) {
-  RowLanes lanes = wide_packets(classes, logits, gradient, target);
+  RowLanes lanes = wide_vectors(classes, logits, gradient, target);
   if (lanes.per_row == 0 || classes > 32 * kMostClassesOfLane) {
     return {};
   }
-  lanes.per_row = lanes_of_group(static_cast<int32_t>(classes), lanes.packet);
-  for (int64_t teams = 1; teams < groups && lanes.per_row < 32; teams *= 2) {
+  lanes.per_row = lanes_of_group(static_cast<int32_t>(classes), lanes.vector_size);
+  for (int64_t groups = 1; groups < groups && lanes.per_row < 32; groups *= 2) {
     lanes.per_row *= 2;
   }
   return lanes;

@@ -91,9 +91,9 @@ GRADSCALE_HOST_DEVICE int32_t rounded_rows_per_warp(int32_t rows_per_warp, int32
 // ---- Rows that lanes or a block own --------------------------------------------------------------------------------
 
 struct RowLanes {
-  int32_t per_row; // 0: a team of threads owns the row (rows.cuh); kRowThreads: a block (WideRows)
-  int32_t packet;  // elements that a lane owns next to each other; depends only on the width and the types
-  bool at_once;    // packets are aligned, and a lane accesses one at once; otherwise element by element
+  int32_t per_row;     // 0: a group of threads owns the row (rows.cuh); kRowThreads: a block (WideRows)
+  int32_t vector_size; // elements that a lane owns next to each other; depends only on the width and the types
+  bool at_once;        // vectors are aligned, and a lane accesses one at once; otherwise element by element
 };
 
 // The lanes for rows of logits over bins or actions. Gradients and targets have the shape of the logits, or no data.
@@ -103,11 +103,12 @@ RowLanes action_lanes(int64_t width, const Rows& logits, const Rows& gradient, c
 // The lanes for rows of groups of `classes` logits, with targets and gradients of the same shape.
 RowLanes group_lanes(int64_t groups, int64_t classes, const Rows& logits, const Rows& gradient, const Rows& target);
 
-// The number of lanes that own a group in packets of `packet` classes: as few as have at most kMostClassesOfLane each.
+// The number of lanes that own a group in vectors of `vector_size` classes: as few as have at most kMostClassesOfLane
+// each.
 constexpr int32_t kMostClassesOfLane = 8;
-constexpr int32_t lanes_of_group(int32_t classes, int32_t packet) {
+constexpr int32_t lanes_of_group(int32_t classes, int32_t vector_size) {
   int32_t lanes = 1;
-  while (kMostClassesOfLane * lanes < (classes + packet - 1) / packet * packet) {
+  while (kMostClassesOfLane * lanes < (classes + vector_size - 1) / vector_size * vector_size) {
     lanes *= 2;
   }
   return lanes;

@@ -1,4 +1,4 @@
-// How the threads of a GPU share rows: the team of threads that owns a row, and reading and writing the 16-byte
+// How the threads of a GPU share rows: the group of threads that owns a row, and reading and writing the 16-byte
 // windows that contain the row.
 #pragma once
 
@@ -12,7 +12,7 @@ namespace gradscale {
 
 // The threads that own a row together: neighbours in a warp, their number a power of two, or all threads of a block.
 // All threads of the warp (or block) take part in each reduction.
-struct Team {
+struct ThreadGroup {
   int size;
   int rank;
   double* shared; // [kWarps], of the block
@@ -58,24 +58,24 @@ struct Team {
 };
 
 // The lanes of this warp.
-GRADSCALE_DEVICE Team warp_team() {
+GRADSCALE_DEVICE ThreadGroup warp_threads() {
   return {32, static_cast<int>(threadIdx.x) % 32, nullptr};
 }
 
 // The threads of this block, of kThreads threads.
-GRADSCALE_DEVICE Team block_team(double* shared) {
+GRADSCALE_DEVICE ThreadGroup block_threads(double* shared) {
   return {kThreads, static_cast<int>(threadIdx.x), shared};
 }
 
-// The row of this thread, and the team of threads that owns it. `block` is the number of the thread's block among the
+// The row of this thread, and the group of threads that owns it. `block` is the number of the thread's block among the
 // blocks that have these rows. A thread beyond the last row is not active, and its row is the last one.
 struct RowOfThread {
-  Team team;
+  ThreadGroup group;
   int64_t row;
   bool active;
 
   GRADSCALE_DEVICE RowOfThread(int64_t block, int32_t threads_per_row, int64_t rows, double* shared)
-      : team{threads_per_row, static_cast<int>(threadIdx.x) % threads_per_row, shared},
+      : group{threads_per_row, static_cast<int>(threadIdx.x) % threads_per_row, shared},
         row(block * (static_cast<int>(blockDim.x) / threads_per_row) + static_cast<int>(threadIdx.x) / threads_per_row),
         active(row < rows) {
     row = active ? row : rows - 1;
@@ -86,7 +86,7 @@ template <class T>
 constexpr int kVector = 16 / static_cast<int>(sizeof(T)); // elements of a window
 
 template <class T>
-struct alignas(16) Vector {
+struct alignas(16) Vector16 {
   T elements[kVector<T>];
 };
 
@@ -117,7 +117,7 @@ GRADSCALE_DEVICE void read_elements(const T* row, int32_t width, int32_t first, 
 #pragma unroll
     for (int k = 0; k < size; ++k) { // one load for kVector<T> elements
       if (k % kVector<T> == 0) {
-        const Vector<T> vector = load16<Vector<T>>(row + first + k);
+        const Vector16<T> vector = load16<Vector16<T>>(row + first + k);
 #pragma unroll
         for (int i = 0; i < kVector<T> && k + i < size; ++i) {
           out[k + i] = static_cast<A>(to_accumulate(vector.elements[i]));
@@ -141,7 +141,7 @@ GRADSCALE_DEVICE void write_elements(T* row, int32_t width, int32_t first, const
 #pragma unroll
     for (int k = 0; k < size; ++k) {
       if (k % kVector<T> == 0) {
-        Vector<T> vector;
+        Vector16<T> vector;
 #pragma unroll
         for (int i = 0; i < kVector<T> && k + i < size; ++i) {
           vector.elements[i] = from_accumulate<T, Wide>(static_cast<Wide>(values[k + i]));
@@ -160,12 +160,12 @@ GRADSCALE_DEVICE void write_elements(T* row, int32_t width, int32_t first, const
   }
 }
 
-// Calls function(values, first) for the windows of a thread in the team that owns a row. `values` are the elements
-// from element `first` on; those outside the row are `absent`.
+// Calls function(values, first) for the windows of a thread in the group that owns a row. `values` are the
+// elements from element `first` on; those outside the row are `absent`.
 template <class T, class A, class Function>
-GRADSCALE_DEVICE void each_window(const T* row, int32_t width, const Team& team, A absent, Function function) {
+GRADSCALE_DEVICE void each_window(const T* row, int32_t width, const ThreadGroup& group, A absent, Function function) {
   const Windows<T> windows(row, width);
-  for (int32_t window = team.rank; window < windows.count; window += team.size) {
+  for (int32_t window = group.rank; window < windows.count; window += group.size) {
     A values[kVector<T>];
     read_elements<kVector<T>>(row, width, windows.first(window), absent, values);
     function(values, windows.first(window));
@@ -175,8 +175,8 @@ GRADSCALE_DEVICE void each_window(const T* row, int32_t width, const Team& team,
 // The same for parts of kVector<T> elements from the beginning of the row on, so that the order of sums does not depend
 // on where the row begins. Elements of parts that are not aligned are read one by one.
 template <class T, class A, class Function>
-GRADSCALE_DEVICE void each_part(const T* row, int32_t width, const Team& team, A absent, Function function) {
-  for (int32_t first = team.rank * kVector<T>; first < width; first += team.size * kVector<T>) {
+GRADSCALE_DEVICE void each_part(const T* row, int32_t width, const ThreadGroup& group, A absent, Function function) {
+  for (int32_t first = group.rank * kVector<T>; first < width; first += group.size * kVector<T>) {
     A values[kVector<T>];
     read_elements<kVector<T>>(row, width, first, absent, values);
     function(values, first);
@@ -185,19 +185,19 @@ GRADSCALE_DEVICE void each_part(const T* row, int32_t width, const Team& team, A
 
 // ---- Rows of logits -------------------------------------------------------------------------------------------------
 
-// A row of logits, and the team of threads that owns it.
+// A row of logits, and the group of threads that owns it.
 template <class T>
 struct LogitsRow {
   using A = Accumulate<T>;
   static constexpr int kSize = kVector<T>;
   const T* logits;
   int32_t width; // 0 for threads that have no row
-  Team team;
+  ThreadGroup group;
 
   // Calls function(logits, first) for the parts of this thread; logits outside of the row are -inf.
   template <class Function>
   GRADSCALE_DEVICE void each_part(Function function) const {
-    gradscale::each_part(logits, width, team, -static_cast<A>(INFINITY), function);
+    gradscale::each_part(logits, width, group, -static_cast<A>(INFINITY), function);
   }
 
   // The largest logit; -inf for a row of NaN. Also finds the largest magnitude of this thread's finite logits.
@@ -211,7 +211,7 @@ struct LogitsRow {
         largest_finite = larger(largest_finite, finite_magnitude(x[k]));
       }
     });
-    return team.maximum(largest);
+    return group.maximum(largest);
   }
   GRADSCALE_DEVICE A maximum() const {
     A largest_finite;
@@ -230,10 +230,10 @@ GRADSCALE_DEVICE A raw_moment(const LogitsRow<T>& row, A maximum, const A* cente
   const auto e = [&](int32_t j) { return exp_nonpositive(static_cast<A>(to_accumulate(row.logits[j])) - maximum); };
   const int32_t last = row.width - 1;
   A sum = 0;
-  for (int32_t j = row.team.rank; j < (row.width + 1) / 2; j += row.team.size) {
+  for (int32_t j = row.group.rank; j < (row.width + 1) / 2; j += row.group.size) {
     sum += j == last - j ? e(j) * centers[j] : pair_moment(centers[j], centers[last - j], e(j), e(last - j));
   }
-  return row.team.sum(sum);
+  return row.group.sum(sum);
 }
 
 // Decodes a row to its scalar. `moment` is the sum of e_j times centre j, or times position j if centres are not raw.

@@ -6,9 +6,9 @@
 //
 // H(p) = log s - sum(e d) / s, so that log p_j + H(p) = d_j - sum(e d) / s.
 //
-// All engines use it: rows and short rows of the CPU (loss/cpu), and lanes, blocks and teams of a GPU (loss/cuda).
-// They differ in who owns which elements, and in how sums are reduced. For a sparse target (targets.h) they add and
-// subtract the bins with mass alone.
+// All engines use it: rows and short rows of the CPU (loss/cpu), and lanes, blocks and thread groups of a GPU
+// (loss/cuda). They differ in who owns which elements, and in how sums are reduced. For a sparse target (targets.h)
+// they add and subtract the bins with mass alone.
 //
 // CPU kernels include this once for each instruction set, in its namespace, so that A can be Lanes of its vectors.
 #if defined(GRADSCALE_VARIANT) || !defined(GRADSCALE_CROSS_ENTROPY)

@@ -40,15 +40,15 @@ class Checks {
   }
 
  private:
-  template <class Came>
-  void require(bool condition, const Part& part, const Came& came) const {
+  template <class Given>
+  void require(bool condition, const Part& part, const Given& given) const {
     if (condition) {
       return;
     }
-    if constexpr (std::is_convertible_v<Came, std::string>) {
-      throw Refusal{heads_.words(part), came};
+    if constexpr (std::is_convertible_v<Given, std::string>) {
+      throw Refusal{heads_.words(part), given};
     } else {
-      throw Refusal{heads_.words(part), described(came)};
+      throw Refusal{heads_.words(part), described(given)};
     }
   }
 

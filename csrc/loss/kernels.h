@@ -44,7 +44,7 @@ GRADSCALE_HOST_DEVICE bool is_policy(Kind kind) {
   return kind == Kind::policy_gradient || kind == Kind::gaussian_policy_gradient;
 }
 
-// The numbers that describe a head, named as in `numbers()` of gradscale_ext/heads.py. The numbers of its support are
+// The parameters of a head, named as in `numbers()` of gradscale_ext/heads.py. The numbers of its support are
 // stored next to them.
 // clang-format off
 #define GRADSCALE_NUMBERS_OF_HEADS(number)  \
@@ -328,7 +328,7 @@ struct RowRange {
   int32_t first_block;
   int32_t blocks_per_segment;
   int32_t row_kind;        // the index of the kind of rows among the template arguments of loss_rows
-  int32_t threads_per_row; // in TeamRows
+  int32_t threads_per_row; // in ThreadGroupRows
   int64_t raw_centers;     // the offset in the table of the raw centres, in the type of sums; -1: none
   int64_t choice_ends;     // the offset in the table of Head::choice_ends
 };

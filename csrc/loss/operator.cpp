@@ -183,7 +183,7 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   try {
     run(call);
   } catch (const Refusal& refusal) {
-    TORCH_CHECK_VALUE(false, "gradscale_ext::multi_step_loss: ", refusal.argument, " ", refusal.came);
+    TORCH_CHECK_VALUE(false, "gradscale_ext::multi_step_loss: ", refusal.argument, " ", refusal.problem);
   }
   Tensors results;
   Outputs::each(call.outputs, [&](const char*, const auto& output) { append(results, output); });

@@ -2,8 +2,8 @@
 
 #include "backward.h"
 
-#include "../torch/gate.h"
 #include "../torch/python_numbers.h"
+#include "../torch/run_or_refuse.h"
 
 #include <ATen/core/TensorBody.h>
 #include <ATen/core/grad_mode.h>
@@ -68,9 +68,9 @@ class LossReader {
   template <class T>
   using Read = T (LossReader::*)(py::handle, const Part&) const;
 
-  void require(bool condition, const Part& part, const char* came) const {
+  void require(bool condition, const Part& part, const char* problem) const {
     if (!condition) {
-      throw Refusal{plan_.table.words(part), came};
+      throw Refusal{plan_.table.words(part), problem};
     }
   }
 
@@ -363,7 +363,7 @@ std::shared_ptr<Plan> make_plan(
 // Options (tests/test_loss_contexts.py checks it). Returns the fields of `MultiStepLossOutput` by name, or a Refusal.
 py::object multi_step_loss(
     const std::shared_ptr<Plan>& plan, py::handle predictions, py::handle targets, const py::tuple& options) {
-  return answer([&]() -> py::object {
+  return run_or_refuse([&]() -> py::object {
     require_ordinary_context();
     Call call = LossReader(*plan).read(predictions, targets, options);
     {

@@ -1,6 +1,6 @@
 // The heads that compare a row, a number or a vector, with its target, and PerStepLoss, which has no target. They are
-// written once for CPU and GPU. The drivers, cpu/regression_rows.h and cuda/team_rows.cuh, read and write elements and
-// are the same for all heads. A head has
+// written once for CPU and GPU. The drivers, cpu/regression_rows.h and cuda/thread_group_rows.cuh, read and write
+// elements and are the same for all heads. A head has
 //
 // - terms(x, t): the numbers that an element adds to the sums of its row; 0 for x = t = 0, because a GPU also adds
 //   elements beyond the end of a row;

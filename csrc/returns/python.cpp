@@ -1,7 +1,7 @@
 #include "returns.h"
 
-#include "../torch/gate.h"
 #include "../torch/python_numbers.h"
+#include "../torch/run_or_refuse.h"
 
 #include <ATen/core/grad_mode.h>
 #include <pybind11/stl.h>
@@ -170,7 +170,7 @@ std::array<py::handle, count> items(const py::tuple& given) {
 
 // `given` has the order of Trajectories in gradscale_ext/_trajectories.py.
 py::object returns_in_eager_mode(int64_t formula, const py::tuple& given) {
-  return answer([&] {
+  return run_or_refuse([&] {
     const auto
         [rewards, values, next_values, ratios, discount, lambda, terminated, truncated, mask, clips, n, batch_first] =
             items<12>(given);
@@ -214,7 +214,7 @@ bool is_word(py::handle given, const char* text) {
 
 // `given` has the order of Window in gradscale_ext/_windows.py.
 py::object muzero_targets_in_eager_mode(const py::tuple& given) {
-  return answer([&] {
+  return run_or_refuse([&] {
     const auto
         [rewards,
          root_values,

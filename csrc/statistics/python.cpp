@@ -1,5 +1,5 @@
-// What Python calls in eager mode.
-#include "../torch/gate.h"
+// Eager entry points.
+#include "../torch/run_or_refuse.h"
 #include "statistics.h"
 
 #include <pybind11/stl.h>
@@ -16,7 +16,7 @@ namespace {
 
 // The loss, or a Refusal. A weight that is a tensor is read if it is a constant on the CPU.
 py::object l2_loss_in_eager_mode(const std::vector<py::object>& given, py::handle weight) {
-  return answer([&] {
+  return run_or_refuse([&] {
     require_ordinary_context();
     double factor = 0;
     if (THPVariable_Check(weight.ptr())) {
@@ -58,7 +58,7 @@ py::object statistics_in_eager_mode(
   TORCH_CHECK(
       !weights || (p == 2 && weights->size() == gradients.size()),
       "tensor_statistics: weights need p = 2 and one gradient each");
-  return answer([&]() -> py::object {
+  return run_or_refuse([&]() -> py::object {
     if (!ordinary_context()) {
       throw Refusal{};
     }

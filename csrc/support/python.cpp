@@ -1,5 +1,5 @@
-// What Python calls in eager mode: each function returns a result or a Refusal.
-#include "../torch/gate.h"
+// Eager entry points: each function returns a result or a Refusal.
+#include "../torch/run_or_refuse.h"
 #include "support.h"
 
 #include <ATen/core/grad_mode.h>
@@ -31,7 +31,7 @@ void require_bins(const OwnedSupport& support, const char* argument, const at::T
 // Decoded values.
 py::object decode_in_eager_mode(
     const std::shared_ptr<OwnedSupport>& support, const py::object& python_support, py::handle logits) {
-  return answer([&] {
+  return run_or_refuse([&] {
     require_ordinary_context();
     const at::Tensor tensor = read("logits", logits);
     require_bins(*support, "logits", tensor);
@@ -41,7 +41,7 @@ py::object decode_in_eager_mode(
 
 // Distributions. There is no kernel for the gradient.
 py::object encode_in_eager_mode(const std::shared_ptr<OwnedSupport>& support, double sigma_ratio, py::handle scalars) {
-  return answer([&] {
+  return run_or_refuse([&] {
     require_ordinary_context();
     const at::Tensor tensor = read("x", scalars);
     if (at::GradMode::is_enabled() && tensor.requires_grad()) {
@@ -54,7 +54,7 @@ py::object encode_in_eager_mode(const std::shared_ptr<OwnedSupport>& support, do
 // Projected probabilities.
 py::object project_in_eager_mode(
     const std::shared_ptr<OwnedSupport>& support, py::handle probabilities, py::handle rewards, py::handle discounts) {
-  return answer([&] {
+  return run_or_refuse([&] {
     require_ordinary_context();
     const at::Tensor p = read("probabilities", probabilities);
     require_bins(*support, "probabilities", p);

@@ -84,7 +84,7 @@ void decode_on_device(const Decoding& decoding, const OnDevice& device) {
          decoding.gradient.data != nullptr ? type : "void",
          std::to_string(support.num_bins),
          std::to_string(lanes.per_row),
-         std::to_string(lanes.packet),
+         std::to_string(lanes.vector_size),
          lanes.at_once ? "true" : "false",
          kTransforms[support.raw ? 0 : static_cast<size_t>(support.transform)],
          support.raw ? "true" : "false"});
@@ -99,8 +99,8 @@ void decode_on_device(const Decoding& decoding, const OnDevice& device) {
     return;
   }
   const int64_t blocks = blocks_for_rows(decoding.count, threads_for_row(support.num_bins, element_size(element)));
-  const TeamDecoding arguments{decoding, centers.build(device)};
-  device.launch(file, instance("decode_by_teams", {type}), blocks, kThreads, arguments);
+  const GroupDecoding arguments{decoding, centers.build(device)};
+  device.launch(file, instance("decode_by_groups", {type}), blocks, kThreads, arguments);
 }
 
 void run(const Decoding& decoding, const at::Tensor& logits) {

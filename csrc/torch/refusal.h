@@ -10,14 +10,14 @@
 namespace gradscale {
 
 // Thrown while the arguments of a call are read and checked, before anything is computed. Python gets it in place of a
-// result (gate.h): it raises an error if the argument is wrong, and otherwise computes the call in another way, and
-// says once what makes it slow. A registered operator raises an error.
+// result (run_or_refuse.h): it raises an error if the argument is wrong, and otherwise computes the call in another
+// way, and says once what makes it slow. A registered operator raises an error.
 struct Refusal {
   std::string argument; // as messages name it; empty: not an argument, but a transform, a mode, or the device
-  std::string came;     // "is ...", "has ..."
+  std::string problem;  // "is ...", "has ..."
 };
 
-// What came, for a tensor. Not inlined, like the functions in gate.h, so that the code of the checks stays short.
+// Describes a tensor. Not inlined, so that the code of the checks stays short.
 C10_NOINLINE inline std::string described(const at::Tensor& tensor) {
   if (tensor.is_nested()) { // it has no sizes
     return "is a nested tensor";

@@ -209,8 +209,8 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor.data_ptr()
 
     def finish(self) -> None:
-        """Forget memory that was made unseen, as by compiled code, and that nothing else holds after the step. Call
-        this when the frames of the step have gone."""
+        """Forget memory that nothing else holds after the step: code that makes no visible calls, such as compiled
+        code, has made and freed it. Call this when the frames of the step have gone."""
         unseen = {key for key, memory in self.foreign.items() if torch._C._storage_Use_Count(memory._cdata) <= 1}
         for call in self.calls:
             if not unseen.isdisjoint(call.keys):

@@ -15,8 +15,8 @@ Some choices in the kernels can only be decided by measuring variants on a GPU:
 - lanes for each width of rows: change the tables kLanesOfBins and kLanesOfActions in csrc/cuda/row_shape.cpp, build,
   and compare "loss" and "decode"; kernels compile for any number of lanes that divides 32;
 - wide rows as a launch of their own: csrc/loss/cuda/launch_loss.cpp gives all rows of a call to one launch, whose
-  number of registers is the largest of its kinds of rows. With WideRows in a second launch, lane rows and team rows
-  would have more warps. It needs a second list of row ranges, and a second grid.
+  number of registers is the largest of its kinds of rows. With WideRows in a second launch, rows of lanes and of thread
+  groups would have more warps. It needs a second list of row ranges, and a second grid.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def outputs_of(loss: Any) -> Any:
 ENGINES = {
     "lanes": (21, 33, ["two_hot", "hl_gauss", "policy", "class"], torch.float32),
     "blocks": (1301, 3, ["policy", "class"], torch.float32),
-    "teams": (21, 5, ["two_hot", "hl_gauss", "policy", "class"], torch.float64),
+    "thread groups": (21, 5, ["two_hot", "hl_gauss", "policy", "class"], torch.float64),
 }
 
 

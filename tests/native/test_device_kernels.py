@@ -49,8 +49,8 @@ FAULTS = {
     "write past the end of a wide row": (
         "wide rows",
         "loss/cuda/wide_rows.cuh",
-        "kStep * c + packet * thread_ < width;",
-        "kStep * c + packet * thread_ < width + packet;",
+        "kStep * c + vector_size * thread_ < width;",
+        "kStep * c + vector_size * thread_ < width + vector_size;",
         IN_GLOBAL,
     ),
     "block that is counted without a release": (

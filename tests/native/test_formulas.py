@@ -1,8 +1,8 @@
 """Target, sums, loss, entropy and gradient of a row of logits are computed in csrc/formulas alone.
 
 Each fault changes a sign in one of their functions, and must change the results of all engines that use the function:
-rows and short rows of the CPU, and lanes, blocks and teams of a GPU. One copy of csrc has all faults, and chooses one
-when it runs, so that it is compiled once.
+rows and short rows of the CPU, and lanes, blocks and thread groups of a GPU. One copy of csrc has all faults, and
+chooses one when it runs, so that it is compiled once.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import gradscale_ext as gs
 
 pytestmark = one_process
 
-CPU, GPU = {"rows", "short rows"}, {"lanes", "blocks", "teams"}
-EVERY, OF_BINS = CPU | GPU, {"rows", "short rows", "lanes", "teams"}
+CPU, GPU = {"rows", "short rows"}, {"lanes", "blocks", "thread groups"}
+EVERY, OF_BINS = CPU | GPU, {"rows", "short rows", "lanes", "thread groups"}
 LOSS, TARGETS, LANES = "formulas/cross_entropy.h", "formulas/targets.h", "loss/cuda/lane_losses.cuh"
 # Faults: a file of csrc, an expression in it, the expression that replaces it, and the engines that use it.
 FAULTS = {
@@ -71,7 +71,7 @@ FAULTS = {
     ),
     "two bins": (TARGETS, "position - bin", "bin - position", OF_BINS),
     "normal distribution": (TARGETS, "position - center", "center - position", OF_BINS),
-    "error function": (TARGETS, "high - low", "low - high", {"rows", "short rows", "teams"}),
+    "error function": (TARGETS, "high - low", "low - high", {"rows", "short rows", "thread groups"}),
     "tails": (
         LANES,
         "low - high + (has_middle ? 2.0f : 0.0f)",

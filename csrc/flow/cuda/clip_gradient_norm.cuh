@@ -19,9 +19,9 @@
 namespace gradscale {
 
 template <class T>
-GRADSCALE_DEVICE void scale_range(const T* from, T* to, int32_t size, const Scaling& by, const Team& team) {
+GRADSCALE_DEVICE void scale_range(const T* from, T* to, int32_t size, const Scaling& by, const ThreadGroup& group) {
   if (!(by.changes_nothing() && from == to)) {
-    change_range(from, to, size, team, ScaledElement(by));
+    change_range(from, to, size, group, ScaledElement(by));
   }
 }
 
@@ -51,21 +51,21 @@ template <class T, int threads>
 GRADSCALE_KERNEL(kThreads, 2)
 rescale_kept(GRADSCALE_ARGUMENT(RescaleCall) call) {
   // Not RowOfThread: it serves blocks of any size, which costs 9 instructions more than these 320.
-  const Team team{threads, static_cast<int>(threadIdx.x) % threads, nullptr};
+  const ThreadGroup group{threads, static_cast<int>(threadIdx.x) % threads, nullptr};
   const int64_t index = static_cast<int64_t>(blockIdx.x) * (kThreads / threads) + threadIdx.x / threads;
   const bool active = index < call.groups;
   const int32_t windows = active ? static_cast<int32_t>(call.size) / Window<T>::kSize : 0;
-  const int64_t begin = (active ? index * call.size : 0) + team.rank * Window<T>::kSize;
+  const int64_t begin = (active ? index * call.size : 0) + group.rank * Window<T>::kSize;
   const T* from = static_cast<const T*>(call.from) + begin;
   T* to = static_cast<T*>(call.to) + begin;
   Window<T> kept[kWindowsPerThread] = {};
 #pragma unroll
   for (int c = 0; c < kWindowsPerThread; ++c) {
-    if (team.rank + c * threads < windows) {
+    if (group.rank + c * threads < windows) {
       kept[c] = load16<Window<T>>(from + c * threads * Window<T>::kSize);
     }
   }
-  const PowerSum sum{team.sum(squares_of(kept)), 1};
+  const PowerSum sum{group.sum(squares_of(kept)), 1};
   const Scaling by = scaling(call.rule, sum, 2, limit_of(call, active ? index : 0));
   if (by.changes_nothing() && from == to) {
     return;
@@ -73,7 +73,7 @@ rescale_kept(GRADSCALE_ARGUMENT(RescaleCall) call) {
   scale(kept, by);
 #pragma unroll
   for (int c = 0; c < kWindowsPerThread; ++c) {
-    if (team.rank + c * threads < windows) {
+    if (group.rank + c * threads < windows) {
       store16(to + c * threads * Window<T>::kSize, kept[c]);
     }
   }
@@ -87,9 +87,9 @@ rescale_groups(GRADSCALE_ARGUMENT(RescaleCall) call) {
   const int32_t size = own.active ? static_cast<int32_t>(call.size) : 0;
   const int64_t begin = own.row * call.size;
   const T* from = static_cast<const T*>(call.from) + begin;
-  const PowerSum sum = range_power_sum(from, size, call.p, own.team);
+  const PowerSum sum = range_power_sum(from, size, call.p, own.group);
   const Scaling by = scaling(call.rule, sum, call.p, limit_of(call, own.row));
-  scale_range(from, static_cast<T*>(call.to) + begin, size, by, own.team);
+  scale_range(from, static_cast<T*>(call.to) + begin, size, by, own.group);
 }
 
 struct Chunk {
@@ -110,9 +110,9 @@ GRADSCALE_KERNEL(kThreads, 2)
 power_sums(GRADSCALE_ARGUMENT(RescaleCall) call) {
   const Chunks chunks = chunks_of(call);
   GRADSCALE_SHARED(double, shared, kWarps);
-  const Team team = block_team(shared);
+  const ThreadGroup group = block_threads(shared);
   const Chunk chunk = block_chunk(call, chunks);
-  const PowerSum sum = range_power_sum(static_cast<const T*>(call.from) + chunk.begin, chunk.size, call.p, team);
+  const PowerSum sum = range_power_sum(static_cast<const T*>(call.from) + chunk.begin, chunk.size, call.p, group);
   if (threadIdx.x == 0) {
     call.sums[blockIdx.x] = sum;
   }
@@ -123,13 +123,13 @@ GRADSCALE_KERNEL(kThreads, 2)
 rescale_chunks(GRADSCALE_ARGUMENT(RescaleCall) call) {
   const Chunks chunks = chunks_of(call);
   GRADSCALE_SHARED(double, shared, kWarps);
-  const Team team = block_team(shared);
+  const ThreadGroup group = block_threads(shared);
   const Chunk chunk = block_chunk(call, chunks);
   const PowerSum* sums = call.sums + chunk.group * chunks.count;
-  const PowerSum sum = total_power_sum(sums, chunks.count, call.p, team);
+  const PowerSum sum = total_power_sum(sums, chunks.count, call.p, group);
   const Scaling by = scaling(call.rule, sum, call.p, limit_of(call, chunk.group));
   scale_range(
-      static_cast<const T*>(call.from) + chunk.begin, static_cast<T*>(call.to) + chunk.begin, chunk.size, by, team);
+      static_cast<const T*>(call.from) + chunk.begin, static_cast<T*>(call.to) + chunk.begin, chunk.size, by, group);
 }
 
 } // namespace gradscale

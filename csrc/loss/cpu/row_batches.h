@@ -1,4 +1,4 @@
-// Bundles of 16 rows. The scalars of a row (target, coefficient, logarithm, decoded value) are computed for all 16 rows
+// Batches of 16 rows. The scalars of a row (target, coefficient, logarithm, decoded value) are computed for all 16 rows
 // in the lanes of a vector.
 namespace gradscale {
 namespace GRADSCALE_VARIANT {

@@ -17,23 +17,32 @@ constexpr Mixture mixture_of(int options) {
 }
 
 // `lanes_per_row` lanes of a warp own a row of `groups` groups of `classes` logits T, with targets U of the same shape
-// and gradients G (void: none is wanted). lanes_of_group() lanes own a group: each has every kLanes-th packet of
-// `packet` classes, and at most kMostClassesOfLane classes. The lanes of a row compute kTeams groups side by side in
-// each turn, and load the groups of the next turn before they compute. If packets are not aligned (`at_once` is false),
-// their elements are accessed one by one, so that the order of sums depends only on the shape of a row and the types.
-// As in lane_rows.cuh, a warp owns up to 32 rows, and each lane holds the numbers of one. Bytes: logits and targets are
-// read once, gradients are written once, and once more, as zeros, if the divergence is below the free nats.
-template <class T, class U, class G, int groups, int classes, int lanes_per_row, int packet, bool at_once, int options>
+// and gradients G (void: none is wanted). lanes_of_group() lanes own a group: each has every kLanes-th vector of
+// `vector_size` classes, and at most kMostClassesOfLane classes. The lanes of a row compute kSideBySide groups side by
+// side in each turn, and load the groups of the next turn before they compute. If vectors are not aligned (`at_once` is
+// false), their elements are accessed one by one, so that the order of sums depends only on the shape of a row and the
+// types. As in lane_rows.cuh, a warp owns up to 32 rows, and each lane holds the numbers of one. Bytes: logits and
+// targets are read once, gradients are written once, and once more, as zeros, if the divergence is below the free nats.
+template <
+    class T,
+    class U,
+    class G,
+    int groups,
+    int classes,
+    int lanes_per_row,
+    int vector_size,
+    bool at_once,
+    int options>
 class DivergenceRows {
   using Head = CategoricalKL<float>;
   using Gradient = NotVoid<G, T>;
   static constexpr bool kWantsGradient = !std::is_same_v<G, void>, kPredicts = (options & kPredictsP) != 0;
   static constexpr Mixture kMixture = mixture_of(options);
-  static constexpr int kLanes = lanes_of_group(classes, packet), kStep = packet * kLanes;
-  static constexpr int kPackets = (classes + kStep - 1) / kStep, kElements = kPackets * packet;
-  static constexpr int kTeams = lanes_per_row / kLanes, kTurns = (groups + kTeams - 1) / kTeams;
+  static constexpr int kLanes = lanes_of_group(classes, vector_size), kStep = vector_size * kLanes;
+  static constexpr int kVectors = (classes + kStep - 1) / kStep, kElements = kVectors * vector_size;
+  static constexpr int kSideBySide = lanes_per_row / kLanes, kTurns = (groups + kSideBySide - 1) / kSideBySide;
   static constexpr int kSideBySide = 32 / lanes_per_row;
-  static constexpr bool kHasTail = groups % kTeams != 0; // in the last turn, some lanes have no group
+  static constexpr bool kHasTail = groups % kSideBySide != 0; // in the last turn, some lanes have no group
   using Values = float[kElements];
   // Logarithms that are computed from differences need them in units of 1.
   using Exponent = std::conditional_t<kMixture == Mixture::probabilities, BinaryExponent, NaturalExponent>;
@@ -42,11 +51,11 @@ class DivergenceRows {
   const RowsOfWarp warp_;
   const LaneLoss loss_;
   const Head head_;
-  const T* from_; // the rows to load next
-  const U* targets_from_;
-  Gradient* to_; // the row of this lane that is computed
-  Packet<T, packet> x_[kPackets];
-  Packet<U, packet> t_[kPackets];
+  const T* logits_; // the rows to load next
+  const U* targets_;
+  Gradient* gradients_; // the row of this lane that is computed
+  Vector<T, vector_size> x_[kVectors];
+  Vector<U, vector_size> t_[kVectors];
   float largest_ = 0; // the largest magnitude of finite logits in the row
 
  public:
@@ -66,9 +75,9 @@ class DivergenceRows {
       : block_(block), warp_(warp), loss_(block, warp, false, groups * classes), head_(block.head, classes, kMixture) {
     const Segment& s = block.segment;
     const int row = has_row(0) ? side() : warp.count - 1; // a lane without a row repeats the last one
-    from_ = warp.at(static_cast<const T*>(s.prediction.data), s.prediction.stride).row(row);
-    targets_from_ = warp.at(static_cast<const U*>(s.target.data), s.target.stride).row(row);
-    to_ = warp.at(static_cast<Gradient*>(s.gradient.data), s.gradient.stride).row(row);
+    logits_ = warp.at(static_cast<const T*>(s.prediction.data), s.prediction.stride).row(row);
+    targets_ = warp.at(static_cast<const U*>(s.target.data), s.target.stride).row(row);
+    gradients_ = warp.at(static_cast<Gradient*>(s.gradient.data), s.gradient.stride).row(row);
   }
 
   // The place of this lane's row among the rows that the warp computes side by side.
@@ -81,43 +90,43 @@ class DivergenceRows {
   }
   // This lane's group in a turn. A lane without a group repeats the last one.
   GRADSCALE_DEVICE int group(int turn) const {
-    const int own = turn * kTeams + warp_.lane % lanes_per_row / kLanes;
+    const int own = turn * kSideBySide + warp_.lane % lanes_per_row / kLanes;
     return kHasTail && own >= groups ? groups - 1 : own;
   }
   GRADSCALE_DEVICE bool has_group(int turn) const {
-    return !kHasTail || turn * kTeams + warp_.lane % lanes_per_row / kLanes < groups;
+    return !kHasTail || turn * kSideBySide + warp_.lane % lanes_per_row / kLanes < groups;
   }
   // This lane's first class in a turn.
   GRADSCALE_DEVICE int first(int turn) const {
-    return group(turn) * classes + packet * (warp_.lane % kLanes);
+    return group(turn) * classes + vector_size * (warp_.lane % kLanes);
   }
-  // True if packet c is inside the group. The result is a compile-time constant, except for the last packet.
+  // True if vector c is inside the group. The result is a compile-time constant, except for the last vector.
   GRADSCALE_DEVICE bool exists(int c) const {
-    return kStep * (c + 1) <= classes || kStep * c + packet * (warp_.lane % kLanes) < classes;
+    return kStep * (c + 1) <= classes || kStep * c + vector_size * (warp_.lane % kLanes) < classes;
   }
 
   template <class Element>
-  GRADSCALE_DEVICE void load(const Element* from, Packet<Element, packet> (&packets)[kPackets]) const {
-    float outside[packet];
+  GRADSCALE_DEVICE void load(const Element* from, Vector<Element, vector_size> (&vectors)[kVectors]) const {
+    float outside[vector_size];
 #pragma unroll
-    for (int k = 0; k < packet; ++k) {
+    for (int k = 0; k < vector_size; ++k) {
       outside[k] = -INFINITY; // adds 0 to all sums
     }
 #pragma unroll
-    for (int c = 0; c < kPackets; ++c) {
-      packets[c] = packed<Element, packet>(outside);
+    for (int c = 0; c < kVectors; ++c) {
+      vectors[c] = packed<Element, vector_size>(outside);
       if (exists(c)) {
         if constexpr (at_once) {
-          packets[c] = load_packet<Element, packet>(from + kStep * c);
+          vectors[c] = load_vector<Element, vector_size>(from + kStep * c);
         } else {
-          packets[c] = load_elements<Element, packet>(from + kStep * c);
+          vectors[c] = load_elements<Element, vector_size>(from + kStep * c);
         }
       }
     }
   }
   GRADSCALE_DEVICE void load(int turn) {
-    load(from_ + first(turn), x_);
-    load(targets_from_ + first(turn), t_);
+    load(logits_ + first(turn), x_);
+    load(targets_ + first(turn), t_);
   }
 
   // Loads what is computed after a turn of the rows from `begin` on.
@@ -125,21 +134,21 @@ class DivergenceRows {
     if (turn + 1 < kTurns) {
       load(turn + 1);
     } else if (has_row(begin + kSideBySide)) { // otherwise, the lane repeats its previous row
-      from_ += kSideBySide * block_.segment.prediction.stride;
-      targets_from_ += kSideBySide * block_.segment.target.stride;
+      logits_ += kSideBySide * block_.segment.prediction.stride;
+      targets_ += kSideBySide * block_.segment.target.stride;
       load(0);
     }
   }
 
-  // Reads the packets that are loaded, and returns the largest of this lane's elements; -inf if all are NaN.
+  // Reads the vectors that are loaded, and returns the largest of this lane's elements; -inf if all are NaN.
   template <class Element>
   GRADSCALE_DEVICE float unpack_all(
-      const Packet<Element, packet> (&packets)[kPackets], Values& values, float& magnitude) const {
-    PacketExtremes<Element, packet> extremes;
+      const Vector<Element, vector_size> (&vectors)[kVectors], Values& values, float& magnitude) const {
+    VectorExtremes<Element, vector_size> extremes;
 #pragma unroll
-    for (int c = 0; c < kPackets; ++c) {
-      unpack(packets[c], values + packet * c);
-      extremes.add(packets[c]);
+    for (int c = 0; c < kVectors; ++c) {
+      unpack(vectors[c], values + vector_size * c);
+      extremes.add(vectors[c]);
     }
     magnitude = extremes.magnitude();
     return extremes.maximum();
@@ -204,14 +213,14 @@ class DivergenceRows {
   }
 
   GRADSCALE_DEVICE void store(int turn, const Values& gradient) const {
-    Gradient* const to = to_ + first(turn);
-    constexpr int count = at_once ? packet : 1;
+    Gradient* const to = gradients_ + first(turn);
+    constexpr int count = at_once ? vector_size : 1;
 #pragma unroll
-    for (int c = 0; c < kPackets; ++c) {
+    for (int c = 0; c < kVectors; ++c) {
       if (exists(c)) {
 #pragma unroll
-        for (int k = 0; k < packet; k += count) {
-          store_packet(to + kStep * c + k, packed<Gradient, count>(gradient + packet * c + k));
+        for (int k = 0; k < vector_size; k += count) {
+          store_vector(to + kStep * c + k, packed<Gradient, count>(gradient + vector_size * c + k));
         }
       }
     }
@@ -243,7 +252,7 @@ class DivergenceRows {
           }
         }
       }
-      to_ += kSideBySide * block_.segment.gradient.stride;
+      gradients_ += kSideBySide * block_.segment.gradient.stride;
       largest = counts ? larger(largest, largest_) : largest;
       if (owner == warp_.lane) {
         own_divergence = divergence;

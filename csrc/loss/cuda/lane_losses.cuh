@@ -123,7 +123,7 @@ class BinsLoss : public Shape, public BinSums<raw>, public LaneLoss {
   using Sums::kMoment, Sums::kShifted, Sums::kShiftedUnit, Sums::kSum;
 
  public:
-  using typename Shape::Gradient, typename Shape::Logit, typename Shape::Packets, typename Shape::Values;
+  using typename Shape::Gradient, typename Shape::Logit, typename Shape::Vectors, typename Shape::Values;
   static constexpr int kSums = smooths ? 3 : 2, kRowSums = 1;
   static constexpr bool kKeepsDifferences = false;
 
@@ -134,10 +134,10 @@ class BinsLoss : public Shape, public BinSums<raw>, public LaneLoss {
     coefficient = bins_.is_nan() ? NAN : coefficient;
   }
 
-  GRADSCALE_DEVICE void begin_row(int row_owner, const Packets& packets, const Exponent&) {
+  GRADSCALE_DEVICE void begin_row(int row_owner, const Vectors& vectors, const Exponent&) {
     owner = row_owner;
     if constexpr (Shape::kWantsGradient) {
-      with_mass_ = packets.mask(from_owner<Shape::kLanes>(owner, bins_.begin), bins_.count_of(owner));
+      with_mass_ = vectors.mask(from_owner<Shape::kLanes>(owner, bins_.begin), bins_.count_of(owner));
     }
   }
 
@@ -145,7 +145,7 @@ class BinsLoss : public Shape, public BinSums<raw>, public LaneLoss {
   }
 
   GRADSCALE_DEVICE void gradient(
-      const float (&sums)[kSums], const Packets& packets, Values& e, const Values&, const Values&) const {
+      const float (&sums)[kSums], const Vectors& vectors, Values& e, const Values&, const Values&) const {
     const float c = from_owner<Shape::kLanes>(owner, coefficient);
     const auto factors = RowFormula::factors({sums[kSum], 1, 0, 0}, approximate_reciprocal(sums[kSum]), c);
 #pragma unroll
@@ -156,15 +156,15 @@ class BinsLoss : public Shape, public BinSums<raw>, public LaneLoss {
     if (!smooths && !(std::abs(c) < INFINITY)) { // rarely: 0 * inf outside of the row must not reach the squares
 #pragma unroll
       for (int n = 0; n < Shape::kElements; ++n) {
-        e[n] = packets.exists(n) ? e[n] : 0.0f;
+        e[n] = vectors.exists(n) ? e[n] : 0.0f;
       }
     }
   }
 
   // Skips the bins with mass, which finish() adds: correcting a sum over all bins would lose digits to cancellation.
-  GRADSCALE_DEVICE void add_square(const Packets& packets, int n, float value, float& square) const {
+  GRADSCALE_DEVICE void add_square(const Vectors& vectors, int n, float value, float& square) const {
     const auto word = static_cast<uint32_t>(with_mass_ >> (n & 32));
-    if ((word >> (n & 31) & 1) == 0 && (!smooths || packets.exists(n))) {
+    if ((word >> (n & 31) & 1) == 0 && (!smooths || vectors.exists(n))) {
       square = fmaf(value, value, square);
     }
   }
@@ -243,7 +243,7 @@ class BinsLoss : public Shape, public BinSums<raw>, public LaneLoss {
   }
 
   Bins bins_;
-  typename Packets::Mask with_mass_ = 0; // this lane's elements with mass
+  typename Vectors::Mask with_mass_ = 0; // this lane's elements with mass
 };
 
 // Cross-entropy with a target over all logits, or with a class.
@@ -253,7 +253,7 @@ class PolicyLoss : public Shape, public LaneLoss {
   using RowFormula = CrossEntropy<float, options>;
 
  public:
-  using typename Shape::Gradient, typename Shape::Packets, typename Shape::Values;
+  using typename Shape::Gradient, typename Shape::Vectors, typename Shape::Values;
   static constexpr int kSums = RowFormula::kSums, kRowSums = RowFormula::kHasEntropy ? 3 : 2;
   static constexpr bool kKeepsDifferences = RowFormula::kHasEntropy;
 
@@ -266,7 +266,7 @@ class PolicyLoss : public Shape, public LaneLoss {
     }
   }
 
-  GRADSCALE_DEVICE void begin_row(int row_owner, const Packets&, const Exponent& exponent) {
+  GRADSCALE_DEVICE void begin_row(int row_owner, const Vectors&, const Exponent& exponent) {
     owner = row_owner;
     row_formula_ = {entropy_weight_ * exponent.unit()};
     if constexpr (kIsClass) {
@@ -274,30 +274,30 @@ class PolicyLoss : public Shape, public LaneLoss {
     }
   }
 
-  GRADSCALE_DEVICE float target(const Packets& packets, int n, float t) const {
+  GRADSCALE_DEVICE float target(const Vectors& vectors, int n, float t) const {
     if constexpr (kIsClass) {
-      t = class_mass(row_class_, packets.first + Packets::index(n));
+      t = class_mass(row_class_, vectors.first + Vectors::index(n));
     }
     if constexpr (kIsClass || kSmooths) {
-      t = packets.exists(n) ? (kSmooths ? smoothing.smoothed(t) : t) : 0.0f;
+      t = vectors.exists(n) ? (kSmooths ? smoothing.smoothed(t) : t) : 0.0f;
     }
     return t;
   }
 
-  GRADSCALE_DEVICE static void add(float (&sums)[kSums], const Packets&, int n, float e, float d, float t) {
+  GRADSCALE_DEVICE static void add(float (&sums)[kSums], const Vectors&, int n, float e, float d, float t) {
     RowFormula::add(sums, e, t, RowFormula::correct_finite(t, d), RowFormula::weighted(e, d));
-    if (!Packets::is_inside(n)) { // LaneRows may not pass it to add_illegal()
+    if (!Vectors::is_inside(n)) { // LaneRows may not pass it to add_illegal()
       RowFormula::add_illegal(sums, d, t);
     }
   }
   GRADSCALE_DEVICE static void add_illegal(float (&sums)[kSums], float x, float t) {
     RowFormula::add_illegal(sums, x, t);
   }
-  GRADSCALE_DEVICE static void add_lane(float (&)[Packets::kChains][kSums], const Packets&, const Values&) {
+  GRADSCALE_DEVICE static void add_lane(float (&)[Vectors::kChains][kSums], const Vectors&, const Values&) {
   }
 
   GRADSCALE_DEVICE void gradient(
-      const float (&sums)[kSums], const Packets&, Values& e, const Values& d, const Values& t) const {
+      const float (&sums)[kSums], const Vectors&, Values& e, const Values& d, const Values& t) const {
     const float c = from_owner<Shape::kLanes>(owner, coefficient);
     const auto factors = RowFormula::factors(sums, approximate_reciprocal(sums[RowFormula::kSum]), c);
 #pragma unroll
@@ -306,7 +306,7 @@ class PolicyLoss : public Shape, public LaneLoss {
     }
   }
 
-  GRADSCALE_DEVICE static void add_square(const Packets&, int, float value, float& square) {
+  GRADSCALE_DEVICE static void add_square(const Vectors&, int, float value, float& square) {
     square = fmaf(value, value, square);
   }
 
@@ -327,12 +327,21 @@ class PolicyLoss : public Shape, public LaneLoss {
 
 // The kind of rows for loss_rows. U is the type of a policy's target: probabilities, or int64_t for a class; void for
 // bins.
-template <Kind kind, class T, class U, class G, int width, int lanes_per_row, int packet, bool at_once, int options>
+template <
+    Kind kind,
+    class T,
+    class U,
+    class G,
+    int width,
+    int lanes_per_row,
+    int vector_size,
+    bool at_once,
+    int options>
 struct LossRows {
   static constexpr bool kIsPolicy = kind == Kind::soft_cross_entropy, kRaw = (options & kRawCenters) != 0;
   using Bins = std::conditional_t<kind == Kind::two_hot, TwoHotBins, GaussBins>;
   static constexpr bool kHasTargets = kIsPolicy && !std::is_same_v<U, int64_t>;
-  using Shape = LaneShape<T, std::conditional_t<kHasTargets, U, void>, G, width, lanes_per_row, packet, at_once>;
+  using Shape = LaneShape<T, std::conditional_t<kHasTargets, U, void>, G, width, lanes_per_row, vector_size, at_once>;
   using Formula = std::
       conditional_t<kIsPolicy, PolicyLoss<Shape, options>, BinsLoss<Shape, Bins, (options & kSmoothing) != 0, kRaw>>;
   using WarpRows = LaneRows<Formula>;

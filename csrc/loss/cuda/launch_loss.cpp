@@ -30,13 +30,13 @@ struct RowSpecification {
   std::optional<Element> gradient; // none: not wanted, or its type is read when the kernel runs
   int32_t width;                   // 0: code for all widths
   int32_t groups;                  // of a row in DivergenceRows
-  int32_t lanes;  // that own a row: of a warp (LossRows, DivergenceRows), or a block (WideRows); 0: a team (TeamRows)
-  int32_t packet; // as in RowLanes, like the next one
+  int32_t lanes; // that own a row: of a warp (LossRows, DivergenceRows), or a block (WideRows); 0: ThreadGroupRows
+  int32_t vector_size; // as in RowLanes, like the next one
   bool at_once;
   int32_t options; // bits of RowOptions
 
   auto members() const {
-    return std::tie(kind, logits, target, gradient, width, groups, lanes, packet, at_once, options);
+    return std::tie(kind, logits, target, gradient, width, groups, lanes, vector_size, at_once, options);
   }
   bool operator==(const RowSpecification& other) const {
     return members() == other.members();
@@ -95,26 +95,26 @@ int32_t options_of(const Segment& segment) {
 std::string type_of(const RowSpecification& rows) {
   const std::string kind_name = "Kind::" + description_of(rows.kind).name;
   if (rows.lanes == 0) {
-    return instance("TeamRows", {kind_name, type_name(rows.logits), std::to_string(rows.options)});
+    return instance("ThreadGroupRows", {kind_name, type_name(rows.logits), std::to_string(rows.options)});
   }
   const auto name_of = [](std::optional<Element> type) { return type ? type_name(*type) : "void"; };
   const std::vector<std::string> types{type_name(rows.logits), name_of(rows.target), name_of(rows.gradient)};
   if (rows.kind == Kind::categorical_kl) {
     std::vector<std::string> arguments = types;
-    for (const int32_t number : {rows.groups, rows.width / rows.groups, rows.lanes, rows.packet}) {
+    for (const int32_t number : {rows.groups, rows.width / rows.groups, rows.lanes, rows.vector_size}) {
       arguments.push_back(std::to_string(number));
     }
     arguments.insert(arguments.end(), {rows.at_once ? "true" : "false", std::to_string(rows.options)});
     return instance("DivergenceRows", arguments);
   }
-  const std::string of_width = std::to_string(rows.width), of_packet = std::to_string(rows.packet),
+  const std::string of_width = std::to_string(rows.width), of_vector_size = std::to_string(rows.vector_size),
                     access = rows.at_once ? "true" : "false", bits = std::to_string(rows.options);
   if (rows.lanes == kRowThreads) {
-    return instance("WideRows", {types[0], types[1], types[2], of_width, of_packet, access, bits});
+    return instance("WideRows", {types[0], types[1], types[2], of_width, of_vector_size, access, bits});
   }
   return instance(
       "LossRows",
-      {kind_name, types[0], types[1], types[2], of_width, std::to_string(rows.lanes), of_packet, access, bits});
+      {kind_name, types[0], types[1], types[2], of_width, std::to_string(rows.lanes), of_vector_size, access, bits});
 }
 
 // Specifies the kernel for the rows of a segment.
@@ -140,7 +140,7 @@ RowSpecification specification_of(const Pass& pass, const Segment& segment) {
   result.width = static_cast<int32_t>(segment.width);
   result.groups = is_divergence ? static_cast<int32_t>(segment.width / segment.last_size) : 1;
   result.lanes = lanes.per_row;
-  result.packet = lanes.packet;
+  result.vector_size = lanes.vector_size;
   result.at_once = lanes.at_once;
   return result;
 }

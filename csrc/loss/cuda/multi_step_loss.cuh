@@ -9,7 +9,7 @@
 #include "lane_losses.cuh"
 #include "own_rows.cuh"
 #include "policy_rows.cuh"
-#include "team_rows.cuh"
+#include "thread_group_rows.cuh"
 #include "wide_rows.cuh"
 
 namespace gradscale {
@@ -19,11 +19,11 @@ namespace gradscale {
 // Rows of any kind, type and width on a device, for which lane_rows.cuh, wide_rows.cuh and divergence_rows.cuh have no
 // kernel.
 //
-// A team of threads_for_row() threads owns a row, so that short rows share a warp and long ones take a block.
+// A group of threads_for_row() threads owns a row, so that short rows share a warp and long ones take a block.
 
 // T is the type of predictions.
 template <Kind kind, class T, int options>
-struct TeamRows {
+struct ThreadGroupRows {
   static constexpr int kBlocks = 4;
   static constexpr int kSharedBytes = 0;
 

@@ -3,20 +3,20 @@
 
 #include "../kinds.h"
 #include "divergence_rows.cuh"
-#include "team_rows.cuh"
+#include "thread_group_rows.cuh"
 
 namespace gradscale {
 
-// Rows of logits of several distributions: CategoricalKL. The team of a row is divided into teams of up to a warp. With
-// n teams, a team computes every n-th group of classes. A thread keeps four classes in registers; groups of more than
+// Rows of logits of several distributions: CategoricalKL. The thread group of a row is divided into n parts of up to a
+// warp, and a part computes every n-th group of classes. A thread keeps four classes in registers; groups of more than
 // 128 classes are read four times: for maxima, sums, divergence and gradient. Bytes: both rows are read once from
 // memory and then from the cache; gradients are written once.
 
 constexpr int kClasses = 4; // of a thread
 
-// The number of threads in a team: enough for kClasses classes per thread, but at most a warp or the threads of the
+// The number of threads in a part: enough for kClasses classes per thread, but at most a warp or the threads of the
 // row.
-GRADSCALE_DEVICE int team_size(int32_t classes, int threads) {
+GRADSCALE_DEVICE int part_size(int32_t classes, int threads) {
   int size = 1;
   while (kClasses * size < classes && size < 32 && size < threads) {
     size *= 2;
@@ -29,18 +29,18 @@ struct PartOfDivergence {
   double divergence = 0, gradient_square = 0, largest_logit = 0;
 };
 
-// A group of classes of a row, and the team that computes it.
+// A group of classes of a row, and the threads that compute it.
 struct ClassGroup {
   int32_t first;   // class of the row
-  int32_t classes; // 0 for threads that have no group
-  Team team;
+  int32_t classes; // 0 for threads that have no classes
+  ThreadGroup group;
 
   // The classes of this thread among those from `begin` on.
   template <class U, class A>
   GRADSCALE_DEVICE void read(const U* row, int32_t begin, A (&logits)[kClasses]) const {
 #pragma unroll
     for (int k = 0; k < kClasses; ++k) {
-      const int32_t c = begin + k * team.size;
+      const int32_t c = begin + k * group.size;
       const auto logit = static_cast<A>(to_accumulate(row[first + (c < classes ? c : 0)])); // without a branch
       logits[k] = c < classes ? logit : -static_cast<A>(INFINITY);
     }
@@ -74,10 +74,10 @@ struct ClassGroup {
     };
     // Takes the first `steps` of these three steps, then calls function(class, k) for this thread's classes, of which
     // some may be behind the last. Classes that are kept have taken the first `done` steps before.
-    const bool keeps = classes <= kClasses * team.size;
+    const bool keeps = classes <= kClasses * group.size;
     const auto each_class = [&](int done, int steps, auto function) {
 #pragma unroll 1
-      for (int32_t begin = team.rank; begin < classes; begin += kClasses * team.size) {
+      for (int32_t begin = group.rank; begin < classes; begin += kClasses * group.size) {
         if (done < 1 || !keeps) {
           read_logits(begin);
         }
@@ -89,7 +89,7 @@ struct ClassGroup {
         }
 #pragma unroll
         for (int k = 0; k < kClasses; ++k) {
-          function(begin + k * team.size, k);
+          function(begin + k * group.size, k);
         }
       }
     };
@@ -99,15 +99,15 @@ struct ClassGroup {
       largest_x = larger(largest_x, x[k]);
       largest_t = larger(largest_t, t[k]);
     });
-    largest_x = team.maximum(largest_x);
-    largest_t = team.maximum(largest_t);
+    largest_x = group.maximum(largest_x);
+    largest_t = group.maximum(largest_t);
     A sum_x = 0, sum_t = 0;
     each_class(1, 2, [&](int32_t, int k) {
       sum_x += x_exponential[k];
       sum_t += t_exponential[k];
     });
-    sum_x = team.sum(sum_x);
-    sum_t = team.sum(sum_t);
+    sum_x = group.sum(sum_x);
+    sum_t = group.sum(sum_t);
     softmax_x = {largest_x, A(1) / sum_x, std::log(sum_x)};
     softmax_t = {largest_t, A(1) / sum_t, std::log(sum_t)};
     A total = 0, h = 0, square = 0;
@@ -116,7 +116,7 @@ struct ClassGroup {
       h += c < classes ? terms[k].h : A(0);
     });
     if (task.wants_gradient()) {
-      h = team.sum(h);
+      h = group.sum(h);
       each_class(3, 3, [&](int32_t c, int k) {
         A gradient = (terms[k].h - terms[k].softmax * h) * factor;
         if (c < classes) {
@@ -134,17 +134,18 @@ struct ClassGroup {
 template <Mixture mixture, bool predicts_p, class T, class A>
 GRADSCALE_DEVICE PartOfDivergence row_divergence(const CategoricalKL<A>& head, const RowTask& task, int threads) {
   const Segment& s = task.block.segment;
-  const auto classes = static_cast<int32_t>(s.last_size), groups = static_cast<int32_t>(s.width / s.last_size);
-  const int teams = task.team.size / threads, own = task.team.rank / threads;
+  const auto classes = static_cast<int32_t>(s.last_size), class_groups = static_cast<int32_t>(s.width / s.last_size);
+  const int parts = task.group.size / threads, own = task.group.rank / threads;
   const A factor = head.factor(static_cast<double>(INFINITY), task.factor.coefficient);
   PartOfDivergence part;
 #pragma unroll 1
-  for (int32_t begin = 0; begin < groups; begin += teams) { // all threads of a warp take part in each reduction
-    const int32_t group = begin + own;
-    const bool has_group = task.active && group < groups;
-    const ClassGroup own_group{
-        has_group ? group * classes : 0, has_group ? classes : 0, Team{threads, task.team.rank % threads, nullptr}};
-    own_group.template add_divergence<mixture, predicts_p, T>(head, factor, task, part);
+  for (int32_t begin = 0; begin < class_groups; begin += parts) { // all threads of a warp take part in each reduction
+    const bool has_classes = task.active && begin + own < class_groups;
+    const ClassGroup own_classes{
+        has_classes ? (begin + own) * classes : 0,
+        has_classes ? classes : 0,
+        ThreadGroup{threads, task.group.rank % threads, nullptr}};
+    own_classes.template add_divergence<mixture, predicts_p, T>(head, factor, task, part);
   }
   return part;
 }
@@ -154,15 +155,15 @@ GRADSCALE_DEVICE void own_row(RowOf<CategoricalKL<A>>, const RowTask& task) {
   constexpr Mixture mixture = mixture_of(options);
   const Segment& s = task.block.segment;
   const CategoricalKL<A> head(task.block.head, s.last_size, mixture);
-  const int threads = team_size(static_cast<int32_t>(s.last_size), task.team.size);
+  const int threads = part_size(static_cast<int32_t>(s.last_size), task.group.size);
   const PartOfDivergence part = row_divergence < mixture, (options & kPredictsP) != 0, T > (head, task, threads);
-  const double divergence = task.team.sum(part.divergence);
+  const double divergence = task.group.sum(part.divergence);
   const double gradient_square = divergence < head.free_nats ? 0 : part.gradient_square;
   task.store(head.loss(divergence), 0, gradient_square, part.largest_logit);
   if (task.wants_gradient() && divergence < head.free_nats) { // each thread clears what it wrote
-    const int32_t classes = static_cast<int32_t>(s.last_size), stride = task.team.size / threads * classes;
-    for (int32_t first = task.team.rank / threads * classes; first < task.width; first += stride) {
-      for (int32_t c = task.team.rank % threads; c < classes; c += threads) {
+    const int32_t classes = static_cast<int32_t>(s.last_size), stride = task.group.size / threads * classes;
+    for (int32_t first = task.group.rank / threads * classes; first < task.width; first += stride) {
+      for (int32_t c = task.group.rank % threads; c < classes; c += threads) {
         A zero = 0;
         task.template write_gradient<T, 1>(first + c, &zero);
       }
@@ -170,10 +171,10 @@ GRADSCALE_DEVICE void own_row(RowOf<CategoricalKL<A>>, const RowTask& task) {
   }
 }
 
-// Rows of quantiles: QuantileHuber. A thread of the row's team computes every team.size-th quantile, and loops over
-// all targets for each. The threads of a team read the same target at the same time, from the cache. Bytes:
-// predictions and targets are read once from memory, gradients are written once. The order of sums depends only on the
-// shape.
+// Rows of quantiles: QuantileHuber. A thread of the row's thread group computes every group.size-th quantile, and loops
+// over all targets for each. The threads of a thread group read the same target at the same time, from the cache.
+// Bytes: predictions and targets are read once from memory, gradients are written once. The order of sums depends only
+// on the shape.
 
 template <class T, int options, class A>
 GRADSCALE_DEVICE void own_row(RowOf<QuantileHuber<A>>, const RowTask& task) {
@@ -186,7 +187,7 @@ GRADSCALE_DEVICE void own_row(RowOf<QuantileHuber<A>>, const RowTask& task) {
   double sum = 0, square = 0;
   dispatch_element(task.target.element, [&](auto type) {
     const auto* targets = task.target.as<const decltype(type)>();
-    for (int32_t i = task.team.rank; i < task.width; i += task.team.size) {
+    for (int32_t i = task.group.rank; i < task.width; i += task.group.size) {
       const A quantile = static_cast<A>(to_accumulate(x[i]));
       const QuantileWeights<A> weights = head.weights(fractions, task.row, i);
       A loss = 0, slope = 0;
@@ -207,7 +208,7 @@ GRADSCALE_DEVICE void own_row(RowOf<QuantileHuber<A>>, const RowTask& task) {
       }
     }
   });
-  task.store(task.team.sum(sum), 0, square, 0);
+  task.store(task.group.sum(sum), 0, square, 0);
 }
 
 } // namespace gradscale

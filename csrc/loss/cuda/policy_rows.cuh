@@ -1,13 +1,13 @@
 // Rows of policies and of clipped values: PolicyGradient, GaussianPolicyGradient, ClippedSquaredError.
 //
-// The team of a row reads it twice, once for the log-probability of the action and once for the gradient; a row with
-// several choices three times, because the sums of a choice are not kept. Bytes: predictions and actions are read from
-// memory once and then from the cache; gradients are written once.
+// The thread group of a row reads it twice, once for the log-probability of the action and once for the gradient; a row
+// with several choices three times, because the sums of a choice are not kept. Bytes: predictions and actions are read
+// from memory once and then from the cache; gradients are written once.
 #pragma once
 
 #include "../../formulas/distributions.h"
 #include "../policy_heads.h"
-#include "team_rows.cuh"
+#include "thread_group_rows.cuh"
 
 namespace gradscale {
 
@@ -27,14 +27,14 @@ template <class A>
 GRADSCALE_DEVICE Score<A> score_of(const RowTask& task, A log_prob) {
   const Head& head = task.block.head;
   const Rows& chosen = fields_of(task)[kChosenLogProbs];
-  if (!task.block.pass.is_backward && chosen.data != nullptr && task.active && task.team.rank == 0) {
+  if (!task.block.pass.is_backward && chosen.data != nullptr && task.active && task.group.rank == 0) {
     Slab{chosen.data, chosen.stride, chosen.element == Element::float64}.store(task.row, log_prob);
   }
   const PolicyFields<A> fields{
       field_of<A>(task, kAdvantages), field_of<A>(task, kLogProbs), field_of<A>(task, kReferenceLogProbs)};
   const PolicyScore<A> formula(head);
   const Rows& differences = fields_of(task)[kDifferences];
-  if (!task.block.pass.is_backward && differences.data != nullptr && task.active && task.team.rank == 0) {
+  if (!task.block.pass.is_backward && differences.data != nullptr && task.active && task.group.rank == 0) {
     const auto difference = formula.difference(log_prob, fields.log_prob);
     const Slab pair{differences.data, 1, differences.element == Element::float64};
     pair.store(2 * task.row, difference.divergence);
@@ -81,7 +81,7 @@ struct ChoiceOfRow {
     const auto* ends = reinterpret_cast<const int32_t*>(task.block.table + task.block.row_range.choice_ends);
     range = choice_of(head, ends, index, task.block.segment.width);
     const int32_t width = range.end - range.begin;
-    logits = {task.prediction.as<const T>() + range.begin, task.width == 0 ? 0 : width, task.team};
+    logits = {task.prediction.as<const T>() + range.begin, task.width == 0 ? 0 : width, task.group};
     const int32_t chosen = class_of(task.target.as<const int64_t>()[index], width);
     action = chosen < 0 ? -1 : chosen;
     maximum = logits.maximum(largest_finite);
@@ -94,7 +94,7 @@ struct ChoiceOfRow {
         weighted += e * CrossEntropy<A, 0>::finite(d);
       }
     });
-    sums = {task.team.sum(others), task.team.sum(weighted), 0, static_cast<A>(NAN)};
+    sums = {task.group.sum(others), task.group.sum(weighted), 0, static_cast<A>(NAN)};
     if (action >= 0 && task.width != 0) {
       sums.chosen_difference = static_cast<A>(to_accumulate(logits.logits[action])) - maximum;
       sums.chosen_e = exp_nonpositive(sums.chosen_difference);
@@ -165,7 +165,7 @@ template <class T, class A, class Function>
 GRADSCALE_DEVICE void each_normal(const RowTask& task, Function function) {
   constexpr int size = kVector<T>;
   const TensorRow log_scales(fields_of(task)[kLogStds], task.row);
-  each_part(task.prediction.as<const T>(), task.width, task.team, A(0), [&](const A* means, int32_t first) {
+  each_part(task.prediction.as<const T>(), task.width, task.group, A(0), [&](const A* means, int32_t first) {
     A scales[size], actions[size];
     dispatch_element(log_scales.element, [&](auto type) {
       read_elements<size>(log_scales.as<const decltype(type)>(), task.width, first, A(0), scales);
@@ -189,8 +189,8 @@ GRADSCALE_DEVICE void scored_row(RowOf<GaussianPolicyGradient<A>>, const RowTask
       entropy += first + k < task.width ? term.entropy(term.log_scale) : A(0);
     }
   });
-  log_prob = task.team.sum(log_prob);
-  entropy = task.team.sum(entropy);
+  log_prob = task.group.sum(log_prob);
+  entropy = task.group.sum(entropy);
   const Score<A> score = score_of(task, log_prob);
   const A entropy_weight = static_cast<A>(task.block.head.entropy_weight);
   const TensorRow scale_gradient(fields_of(task)[kLogStdsGradient], task.row);

@@ -30,7 +30,7 @@ struct SetSums {
 
 // The sums over the lanes of a warp.
 GRADSCALE_DEVICE HeadSums over_lanes(const HeadSums& own, bool has_old_policy) {
-  const Team warp = warp_team();
+  const ThreadGroup warp = warp_threads();
   return {
       warp.sum(own.losses),
       warp.sum(own.unmasked),
@@ -210,7 +210,7 @@ class BlockOfSamples {
         pass_.loss.store(sample_, sample.reduced);
       }
     }
-    const double loss = Team{32, lane_, nullptr}.sum(sample.reduced);
+    const double loss = ThreadGroup{32, lane_, nullptr}.sum(sample.reduced);
     const unsigned nonfinite = __ballot_sync(kWholeWarp, !finite);
     if (lane_ == 0) {
       sets_[set_] = {loss, nonfinite};
@@ -289,7 +289,7 @@ class BlockOfSamples {
       sums.loss += device_.partial.losses[b].loss;
       sums.nonfinite += device_.partial.losses[b].nonfinite;
     }
-    const Team warp{32, lane_, nullptr};
+    const ThreadGroup warp{32, lane_, nullptr};
     const double loss = warp.sum(sums.loss), nonfinite = warp.sum(sums.nonfinite);
     if (lane_ == 0) {
       if (!pass_.each_sample) {
@@ -313,7 +313,7 @@ loss_totals(GRADSCALE_ARGUMENT(DevicePass) device) {
 GRADSCALE_KERNEL(kThreads, 2)
 count_unmasked(GRADSCALE_ARGUMENT(DevicePass) device) {
   GRADSCALE_SHARED(double, shared, kWarps);
-  const Team block = block_team(shared);
+  const ThreadGroup block = block_threads(shared);
   const Head& head = device.head(blockIdx.x);
   const Coefficients& c = device.coefficients_of(blockIdx.x);
   double unmasked = 0;

@@ -12,25 +12,25 @@
 namespace gradscale {
 
 // A block owns a row of `width` logits T. U is the type of its target: probabilities, or int64_t for a class. G is the
-// type of its gradient (void: none is wanted). A thread owns every kRowThreads-th packet of `packet` elements, issues
-// the loads of all its packets of logits and targets before it waits for the first, and keeps them in registers as they
-// are in memory. If there are too many, targets are loaded again for the gradient, from the cache. If packets are not
-// aligned (`at_once` is false), their elements are accessed one by one, so that the order of sums depends only on the
-// width and the types. Bytes: logits and targets are read once, gradients are written once.
-template <class T, class U, class G, int width, int packet, bool at_once, int options>
+// type of its gradient (void: none is wanted). A thread owns every kRowThreads-th vector of `vector_size` elements,
+// issues the loads of all its vectors of logits and targets before it waits for the first, and keeps them in registers
+// as they are in memory. If there are too many, targets are loaded again for the gradient, from the cache. If vectors
+// are not aligned (`at_once` is false), their elements are accessed one by one, so that the order of sums depends only
+// on the width and the types. Bytes: logits and targets are read once, gradients are written once.
+template <class T, class U, class G, int width, int vector_size, bool at_once, int options>
 class WideRows {
   static constexpr bool kIsClass = std::is_same_v<U, int64_t>, kSmooths = (options & kSmoothing) != 0;
   static constexpr bool kOneHot = kIsClass && !kSmooths; // its targets, 0 for all but one action, cost nothing
   using Gradient = std::conditional_t<std::is_same_v<G, void>, T, G>;
   using Probability = std::conditional_t<kIsClass, float, U>;
   using Formula = CrossEntropy<float, options>;
-  static constexpr int kStep = packet * kRowThreads; // elements from one packet of a thread to its next
-  static constexpr int kPackets = (width + kStep - 1) / kStep, kWarps = kRowThreads / 32, kSums = Formula::kSums;
+  static constexpr int kStep = vector_size * kRowThreads; // elements from one vector of a thread to its next
+  static constexpr int kVectors = (width + kStep - 1) / kStep, kWarps = kRowThreads / 32, kSums = Formula::kSums;
   template <class Element>
-  static constexpr int kWords = kPackets * ((packet * static_cast<int>(sizeof(Element)) + 3) / 4); // registers
+  static constexpr int kWords = kVectors * ((vector_size * static_cast<int>(sizeof(Element)) + 3) / 4); // registers
   static_assert(kWarps == 4);
   static constexpr bool kKeepsTargets = !kIsClass && kWords<T> + kWords<Probability> <= kMostWideWords;
-  static constexpr int kReadAhead = 16 / packet; // packets of targets in flight, if they are loaded twice
+  static constexpr int kReadAhead = 16 / vector_size; // vectors of targets in flight, if they are loaded twice
   static constexpr int kOthers =
       (kKeepsTargets ? kWords<Probability> : (kIsClass ? 8 : 32)) + (Formula::kHasEntropy ? 68 : 44);
   static constexpr int kRegisters = (kWords<T> + kOthers + 7) / 8 * 8;
@@ -42,8 +42,8 @@ class WideRows {
   const int thread_ = block_.thread;
   const Probability* const targets_from_ =
       first(static_cast<const Probability*>(block_.segment.target.data), block_.segment.target.stride);
-  Packet<T, packet> logits_[kPackets];
-  Packet<Probability, packet> targets_[kPackets];
+  Vector<T, vector_size> logits_[kVectors];
+  Vector<Probability, vector_size> targets_[kVectors];
   int32_t class_ = 0;     // as class_of() returns it
   float class_logit_ = 0; // in thread 0
 
@@ -60,7 +60,7 @@ class WideRows {
     const Segment& s = block.segment;
     const T* const from = first(static_cast<const T*>(s.prediction.data), s.prediction.stride);
 #pragma unroll
-    for (int c = 0; c < kPackets; ++c) {
+    for (int c = 0; c < kVectors; ++c) {
       if (exists(c)) {
         logits_[c] = loaded(from + kStep * c);
         if constexpr (kKeepsTargets) {
@@ -85,30 +85,30 @@ class WideRows {
   }
 
   template <class Element>
-  GRADSCALE_DEVICE static Packet<Element, packet> loaded(const Element* from) {
+  GRADSCALE_DEVICE static Vector<Element, vector_size> loaded(const Element* from) {
     if constexpr (at_once) {
-      return load_packet<Element, packet>(from);
+      return load_vector<Element, vector_size>(from);
     } else {
-      return load_elements<Element, packet>(from);
+      return load_elements<Element, vector_size>(from);
     }
   }
 
   // The address of this thread's first element of the row.
   template <class Element>
   GRADSCALE_DEVICE Element* first(Element* data, int64_t stride) const {
-    return kept(data + row_ * stride + packet * thread_);
+    return kept(data + row_ * stride + vector_size * thread_);
   }
 
-  // True if packet c is inside the row. The result is a compile-time constant, except for the last packet.
+  // True if vector c is inside the row. The result is a compile-time constant, except for the last vector.
   GRADSCALE_DEVICE bool exists(int c) const {
-    return kStep * (c + 1) <= width || kStep * c + packet * thread_ < width;
+    return kStep * (c + 1) <= width || kStep * c + vector_size * thread_ < width;
   }
 
   // Makes the compiler repeat computations with these elements, instead of keeping their results in registers.
-  template <class Packets>
-  GRADSCALE_DEVICE static void forget(Packets& packets) {
+  template <class Vectors>
+  GRADSCALE_DEVICE static void forget(Vectors& vectors) {
 #pragma unroll
-    for (auto& packed : packets) {
+    for (auto& packed : vectors) {
 #pragma unroll
       for (auto& word : packed.words) {
         if constexpr (sizeof(word) == 2) {
@@ -120,38 +120,38 @@ class WideRows {
     }
   }
 
-  // Calls function(c, logits, targets) for the packets inside of the row.
+  // Calls function(c, logits, targets) for the vectors inside of the row.
   template <class Function>
-  GRADSCALE_DEVICE void each_packet(Function function) {
+  GRADSCALE_DEVICE void each_vector(Function function) {
     forget(logits_);
     if constexpr (kKeepsTargets) {
       forget(targets_);
     }
     class_ = opaque(class_);
 #pragma unroll
-    for (int c = 0; c < kPackets; ++c) {
+    for (int c = 0; c < kVectors; ++c) {
       if (!kKeepsTargets && !kIsClass && c > 0 && c % kReadAhead == 0) {
-        __syncwarp(); // the following loads, which are not load_packet(), are not issued before
+        __syncwarp(); // the following loads, which are not load_vector(), are not issued before
       }
       if (!exists(c)) {
         continue;
       }
-      float x[packet], t[packet];
+      float x[vector_size], t[vector_size];
       unpack(logits_[c], x);
       if constexpr (kKeepsTargets) {
         unpack(targets_[c], t);
       } else if constexpr (!kIsClass && at_once) {
-        unpack(*reinterpret_cast<const Packet<Probability, packet>*>(targets_from_ + kStep * c), t);
+        unpack(*reinterpret_cast<const Vector<Probability, vector_size>*>(targets_from_ + kStep * c), t);
       } else if constexpr (!kIsClass) {
 #pragma unroll
-        for (int k = 0; k < packet; ++k) {
+        for (int k = 0; k < vector_size; ++k) {
           t[k] = static_cast<float>(to_accumulate(targets_from_[kStep * c + k]));
         }
       }
 #pragma unroll
-      for (int k = 0; k < packet; ++k) {
+      for (int k = 0; k < vector_size; ++k) {
         if constexpr (kIsClass) {
-          t[k] = class_mass(class_, kStep * c + packet * thread_ + k);
+          t[k] = class_mass(class_, kStep * c + vector_size * thread_ + k);
         }
         if constexpr (kSmooths) {
           t[k] = Smoothing<float>(block_.head.label_smoothing, width).smoothed(t[k]);
@@ -178,24 +178,24 @@ class WideRows {
   }
 
   GRADSCALE_DEVICE void compute() {
-    PacketExtremes<T, packet> extremes;
+    VectorExtremes<T, vector_size> extremes;
 #pragma unroll
-    for (int c = 0; c < kPackets; ++c) {
+    for (int c = 0; c < kVectors; ++c) {
       if (exists(c)) {
         extremes.add(logits_[c]);
       }
     }
     put(kMaximum, lane_maximum<32>(extremes.maximum()));
     float largest = extremes.magnitude(), sums[kSums] = {};
-    if (__any_sync(kWholeWarp, !(largest < INFINITY))) { // rarely; each_packet() needs all lanes of the warp
+    if (__any_sync(kWholeWarp, !(largest < INFINITY))) { // rarely; each_vector() needs all lanes of the warp
       largest = add_illegal(sums);
     }
     put(kLargest, lane_maximum<32>(largest));
     __syncthreads();
     const BinaryExponent exponent(maximum(kMaximum));
-    each_packet([&](int, const float* x, const float* t) {
+    each_vector([&](int, const float* x, const float* t) {
 #pragma unroll
-      for (int k = 0; k < packet; ++k) {
+      for (int k = 0; k < vector_size; ++k) {
         const float d = exponent.difference(x[k]), e = exponent.exponential(d);
         if constexpr (kOneHot) {
           Formula::add_exponential(sums, e, Formula::weighted(e, d));
@@ -237,9 +237,9 @@ class WideRows {
   // Adds the targets of illegal actions (-inf) to the sums. Returns this thread's largest magnitude of finite logits.
   GRADSCALE_DEVICE float add_illegal(float (&sums)[kSums]) {
     float largest = 0;
-    each_packet([&](int, const float* x, const float* t) {
+    each_vector([&](int, const float* x, const float* t) {
 #pragma unroll
-      for (int k = 0; k < packet; ++k) {
+      for (int k = 0; k < vector_size; ++k) {
         largest = larger(largest, finite_magnitude(x[k]));
         Formula::add_illegal(sums, x[k], kOneHot ? 0.0f : t[k]);
       }
@@ -247,11 +247,11 @@ class WideRows {
     return largest;
   }
 
-  GRADSCALE_DEVICE static void store(Gradient* to, const float (&values)[packet]) {
-    constexpr int count = at_once ? packet : 1;
+  GRADSCALE_DEVICE static void store(Gradient* to, const float (&values)[vector_size]) {
+    constexpr int count = at_once ? vector_size : 1;
 #pragma unroll
-    for (int k = 0; k < packet; k += count) {
-      store_packet(to + k, packed<Gradient, count>(values + k));
+    for (int k = 0; k < vector_size; k += count) {
+      store_vector(to + k, packed<Gradient, count>(values + k));
     }
   }
 
@@ -262,22 +262,22 @@ class WideRows {
     const Formula formula{static_cast<float>(block_.head.entropy_weight) * exponent.unit()};
     const auto factors = Formula::factors(sums, approximate_reciprocal(sums[Formula::kSum]), shared(kFactor, 0));
     float square = 0;
-    each_packet([&](int c, const float* x, const float* t) {
-      float gradient[packet];
-      // Only one packet of a row has a target that is not 0.
-      const bool has_target = static_cast<uint32_t>(class_ - kStep * c - packet * thread_) < packet;
+    each_vector([&](int c, const float* x, const float* t) {
+      float gradient[vector_size];
+      // Only one vector of a row has a target that is not 0.
+      const bool has_target = static_cast<uint32_t>(class_ - kStep * c - vector_size * thread_) < vector_size;
       const auto compute = [&](int k, float target) {
         const float d = exponent.difference(x[k]);
         gradient[k] = formula.gradient(factors, exponent.exponential(d), d, target);
       };
 #pragma unroll
-      for (int k = 0; k < packet; ++k) {
+      for (int k = 0; k < vector_size; ++k) {
         compute(k, kOneHot ? 0.0f : t[k]);
       }
       if (kOneHot && has_target) {
         asm volatile(""); // keeps the branch, instead of choices for all elements
 #pragma unroll
-        for (int k = 0; k < packet; ++k) {
+        for (int k = 0; k < vector_size; ++k) {
           compute(k, t[k]);
         }
       }
@@ -289,9 +289,9 @@ class WideRows {
     });
     if (!counts) { // rarely: the branch costs less than a choice for each element
 #pragma unroll
-      for (int c = 0; c < kPackets; ++c) {
+      for (int c = 0; c < kVectors; ++c) {
         if (exists(c)) {
-          const float zeros[packet] = {};
+          const float zeros[vector_size] = {};
           store(to + kStep * c, zeros);
         }
       }

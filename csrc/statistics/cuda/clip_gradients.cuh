@@ -14,7 +14,7 @@ namespace gradscale {
 
 GRADSCALE_KERNEL(kThreads, 2) find_clipping(GRADSCALE_ARGUMENT(ClippingCall) call) {
   GRADSCALE_SHARED(double, shared, kWarps);
-  const Team block = block_team(shared);
+  const ThreadGroup block = block_threads(shared);
   constexpr int kAtOnce = 4; // tensors of a thread whose loads are issued before the first is used
   double largest = 0;        // NaN if there is a NaN in any tensor, inf if there is an inf
   for (int64_t first = threadIdx.x; first < call.count; first += kAtOnce * kThreads) {
@@ -97,7 +97,7 @@ unit_sums(GRADSCALE_ARGUMENT(UnitNormsArguments<List>) arguments) {
   dispatch_element(piece.range.element, [&](auto type) {
     using T = decltype(type);
     const T* data = static_cast<const T*>(piece.range.data) + piece.begin();
-    sum = range_power_sum(data, piece.size(), 2.0, warp_team());
+    sum = range_power_sum(data, piece.size(), 2.0, warp_threads());
   });
   if (piece.pieces == 1) {
     store_norm(arguments, piece, sum);
@@ -112,7 +112,7 @@ unit_norms(GRADSCALE_ARGUMENT(UnitNormsArguments<List>) arguments) {
   const auto piece = warp_piece(arguments.list);
   if (piece.exists && piece.pieces > 1 && piece.piece == 0) { // the same for all of the warp
     const PowerSum* sums = arguments.sums + warp_index();
-    store_norm(arguments, piece, total_power_sum(sums, piece.pieces, 2.0, warp_team()));
+    store_norm(arguments, piece, total_power_sum(sums, piece.pieces, 2.0, warp_threads()));
   }
 }
 
@@ -136,7 +136,7 @@ scaled_units(GRADSCALE_ARGUMENT(ScaledUnits<List>) arguments) {
     using T = decltype(type);
     const T* from = static_cast<const T*>(range.data) + piece.begin();
     T* to = static_cast<T*>(range.out) + piece.begin();
-    change_range(from, to, piece.size(), warp_team(), ScaledElement(multiplied_by(factor, arguments.zeros)));
+    change_range(from, to, piece.size(), warp_threads(), ScaledElement(multiplied_by(factor, arguments.zeros)));
   });
 }
 

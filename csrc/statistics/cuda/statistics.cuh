@@ -130,15 +130,15 @@ struct WindowSums {
   }
 };
 
-// Sums this thread's windows of a chunk. The windows are distributed over the warps of the team. Each lane has the same
-// number of windows. Those beyond the chunk are zeros, which are counted too.
+// Sums this thread's windows of a chunk. The windows are distributed over the warps of the thread group. Each lane has
+// the same number of windows. Those beyond the chunk are zeros, which are counted too.
 template <class T>
-GRADSCALE_DEVICE ChunkSums window_sums(const T* data, int32_t size, const Team& team) {
+GRADSCALE_DEVICE ChunkSums window_sums(const T* data, int32_t size, const ThreadGroup& group) {
   constexpr int32_t kOfWarp = 32 * kWindowsAtOnce;
   const Windows<T> windows(data, size);
-  const int32_t lane = team.rank % 32;
+  const int32_t lane = group.rank % 32;
   WindowSums<T> own;
-  for (int32_t begin = team.rank / 32 * kOfWarp; begin < windows.count; begin += team.size * kWindowsAtOnce) {
+  for (int32_t begin = group.rank / 32 * kOfWarp; begin < windows.count; begin += group.size * kWindowsAtOnce) {
     const int32_t first = windows.first(begin);
     Window<T> now[kWindowsAtOnce];
     if (first >= 0 && first + kOfWarp * Window<T>::kSize <= size) { // the same for all of the warp
@@ -173,14 +173,14 @@ GRADSCALE_DEVICE int32_t padding_zeros(const T* data, int32_t size) {
 
 // ---- Sums of elements, for float64 and other norms ------------------------------------------------------------------
 
-// Adds up (|g| reciprocal^2)^p, and g reciprocal^2, of the finite elements over the team.
+// Adds up (|g| reciprocal^2)^p, and g reciprocal^2, of the finite elements over the thread group.
 template <class T>
 GRADSCALE_DEVICE void add_finite(
-    const T* data, int32_t size, double p, double reciprocal, const Team& team, double& powers, double& sum) {
+    const T* data, int32_t size, double p, double reciprocal, const ThreadGroup& group, double& powers, double& sum) {
   using A = Accumulate<T>;
   double own_powers = 0;
   double own_sum = 0;
-  each_window(data, size, team, A(0), [&](const A* values, int32_t) { // 0 outside of the range adds nothing
+  each_window(data, size, group, A(0), [&](const A* values, int32_t) { // 0 outside of the range adds nothing
 #pragma unroll
     for (int k = 0; k < kVector<T>; ++k) {
       if (Magnitude<A>::bits(values[k]) < Magnitude<A>::kInfinity) {
@@ -190,17 +190,17 @@ GRADSCALE_DEVICE void add_finite(
       }
     }
   });
-  powers = team.sum(own_powers);
-  sum = team.sum(own_sum);
+  powers = group.sum(own_powers);
+  sum = group.sum(own_sum);
 }
 
 // Adds up this thread's elements one by one.
 template <class T>
-GRADSCALE_DEVICE ChunkSums element_sums(const T* data, int32_t size, double p, const Team& team) {
+GRADSCALE_DEVICE ChunkSums element_sums(const T* data, int32_t size, double p, const ThreadGroup& group) {
   using A = Accumulate<T>;
   using M = Magnitude<A>;
   ChunkSums own{0, 0, 0, 0, 0, 0};
-  each_window(data, size, team, A(0), [&](const A* values, int32_t first) {
+  each_window(data, size, group, A(0), [&](const A* values, int32_t first) {
 #pragma unroll
     for (int k = 0; k < kVector<T>; ++k) {
       const typename M::Bits bits = M::bits(values[k]);
@@ -225,35 +225,35 @@ GRADSCALE_DEVICE ChunkSums element_sums(const T* data, int32_t size, double p, c
 
 // ---- The kernels ----------------------------------------------------------------------------------------------------
 
-// Computes the statistics of a chunk with the threads of a team, for a norm of order p. If `windows` is true, p is 2
-// or inf, and elements narrower than double are summed in windows of 16 bytes, whose sums of squares need no root.
+// Computes the statistics of a chunk with the threads of a thread group, for a norm of order p. If `windows` is true, p
+// is 2 or inf, and elements narrower than double are summed in windows of 16 bytes, whose sums of squares need no root.
 // each_type(function) calls function(data, size) with a pointer to elements of their type.
 template <bool windows, class EachType>
-GRADSCALE_DEVICE ChunkStatistics statistics_of(const EachType& each_type, double p, const Team& team) {
+GRADSCALE_DEVICE ChunkStatistics statistics_of(const EachType& each_type, double p, const ThreadGroup& group) {
   const bool is_maximum = std::isinf(p);
   ChunkSums own{};
-  int32_t padding = 0; // zeros beyond the end of the chunk that the team has counted too
+  int32_t padding = 0; // zeros beyond the end of the chunk that the thread group has counted too
   each_type([&](const auto* data, int32_t size) {
     if constexpr (windows && sizeof(*data) < sizeof(double)) {
-      own = window_sums(data, size, team);
+      own = window_sums(data, size, group);
       padding = padding_zeros(data, size);
     } else {
-      own = element_sums(data, size, windows ? 2 : p, team);
+      own = element_sums(data, size, windows ? 2 : p, group);
     }
   });
   const ChunkSums all{
-      team.sum(own.powers),
-      team.sum(own.sum),
-      team.maximum(own.largest),
-      team.sum(own.zeros),
-      team.sum(own.nans),
-      team.sum(own.infs)};
+      group.sum(own.powers),
+      group.sum(own.sum),
+      group.maximum(own.largest),
+      group.sum(own.zeros),
+      group.sum(own.nans),
+      group.sum(own.infs)};
   ElementSums sums{is_maximum ? all.largest : all.powers, all.sum, all.largest, 1};
   if (!is_safe(sums.powers) && all.largest > 0) { // the same for all threads; the sums overflow or underflow
     sums.root = root_for(all.largest, p);
     each_type([&](const auto* data, int32_t size) {
       if constexpr (!windows || sizeof(*data) == sizeof(double)) {
-        add_finite(data, size, windows ? 2 : p, 1 / sums.root, team, sums.powers, sums.sum);
+        add_finite(data, size, windows ? 2 : p, 1 / sums.root, group, sums.powers, sums.sum);
       }
     });
     if (is_maximum) {
@@ -293,7 +293,7 @@ chunk_statistics(GRADSCALE_ARGUMENT(StatisticsArguments<List>) arguments) {
         function(static_cast<const decltype(type)*>(tensor.data), static_cast<int32_t>(tensor.size));
       });
     };
-    const ChunkStatistics all = statistics_of<windows>(each_type, arguments.p, warp_team());
+    const ChunkStatistics all = statistics_of<windows>(each_type, arguments.p, warp_threads());
     if (threadIdx.x % 32 == 0) {
       store_statistics<windows>(arguments, list.ranges[warp_index()], all);
     }
@@ -306,7 +306,7 @@ chunk_statistics(GRADSCALE_ARGUMENT(StatisticsArguments<List>) arguments) {
       function(static_cast<const decltype(type)*>(chunk.tensor.data) + chunk.begin, chunk.size);
     });
   };
-  const ChunkStatistics all = statistics_of<windows>(each_type, arguments.p, block_team(shared));
+  const ChunkStatistics all = statistics_of<windows>(each_type, arguments.p, block_threads(shared));
   if (threadIdx.x == 0) {
     const ListedTensor& tensor = list.range_for_block(blockIdx.x);
     if (tensor_blocks(tensor, kChunkOfStatistics) == 1) {
@@ -323,7 +323,7 @@ tensor_statistics(GRADSCALE_ARGUMENT(StatisticsArguments<List>) arguments) {
   const double p = arguments.p;
   const StatisticsOut& out = arguments.out;
   GRADSCALE_SHARED(double, shared, kWarps);
-  const Team block = block_team(shared);
+  const ThreadGroup block = block_threads(shared);
   const List& list = arguments.list;
   const ListedTensor& tensor = list.ranges[list.singles + blockIdx.x];
   const int64_t count = tensor_blocks(tensor, kChunkOfStatistics);

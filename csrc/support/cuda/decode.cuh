@@ -2,9 +2,9 @@
 //
 // decode_by_lanes        float and half types, widths that are known at compile time, raw centres up to 2^40: rows of
 //                        lane_rows.cuh
-// decode_by_teams        all others: rows of rows.cuh
+// decode_by_groups        all others: rows of rows.cuh
 //
-// Bytes: logits are read from memory once, and a gradient is written once. Teams read the logits again from the cache:
+// Bytes: logits are read from memory once, and a gradient is written once. Groups read the logits again from the cache:
 // twice to decode, five times for a gradient.
 #pragma once
 
@@ -34,7 +34,7 @@ class DecodeFormula : public Shape, public BinSums<raw> {
   using Bins::kMoment, Bins::kSum;
 
  public:
-  using typename Shape::Gradient, typename Shape::Packets, typename Shape::Values;
+  using typename Shape::Gradient, typename Shape::Vectors, typename Shape::Values;
   using Exponent = NaturalExponent; // uniform logits decode to exactly the middle
   static constexpr int kSums = 2, kRowSums = Shape::kWantsGradient ? 2 : 0;
   static constexpr bool kKeepsDifferences = false, kFinishes = !Shape::kWantsGradient;
@@ -47,7 +47,7 @@ class DecodeFormula : public Shape, public BinSums<raw> {
       coefficient_ = static_cast<float>(decoding_.grad_output.load(warp.own())) * support_.spacing;
     }
   }
-  GRADSCALE_DEVICE void begin_row(int owner, const Packets&, const Exponent&) {
+  GRADSCALE_DEVICE void begin_row(int owner, const Vectors&, const Exponent&) {
     owner_ = owner;
   }
   GRADSCALE_DEVICE static bool counts() {
@@ -58,12 +58,12 @@ class DecodeFormula : public Shape, public BinSums<raw> {
   // closest to E, whose distances are exact, or to E as it was rounded: the gradient of a softmax that is 1 at one bin
   // is exactly 0.
   GRADSCALE_DEVICE void gradient(
-      const float (&sums)[kSums], const Packets& packets, Values& e, const Values&, const Values&) {
+      const float (&sums)[kSums], const Vectors& vectors, Values& e, const Values&, const Values&) {
     const float inverse_sum = approximate_reciprocal(sums[kSum]);
     const float center = raw ? sums[kMoment] / sums[kSum] : std::rint(sums[kMoment] * inverse_sum);
-    const float from_center = Bins::middle(packets) - center;
+    const float from_center = Bins::middle(vectors) - center;
     Bins::forget_places();
-    const float moment = Bins::moment(packets, e, from_center);
+    const float moment = Bins::moment(vectors, e, from_center);
     const float rest = lane_sum<Shape::kLanes>(moment) * inverse_sum; // E - center
     const float expected = support_.middle + support_.spacing * (center + rest);
     const float slope = approximate_slope(transform, expected, support_.eps);
@@ -72,7 +72,7 @@ class DecodeFormula : public Shape, public BinSums<raw> {
     Bins::forget_places();
 #pragma unroll
     for (int n = 0; n < Shape::kElements; ++n) {
-      e[n] *= factor * (Bins::place(packets, n) + again) + offset;
+      e[n] *= factor * (Bins::place(vectors, n) + again) + offset;
     }
   }
 
@@ -91,10 +91,10 @@ class DecodeFormula : public Shape, public BinSums<raw> {
   int owner_ = 0;
 };
 
-template <class T, class G, int width, int lanes_per_row, int packet, bool at_once, Transform transform, bool raw>
+template <class T, class G, int width, int lanes_per_row, int vector_size, bool at_once, Transform transform, bool raw>
 struct LanesOfDecoding {
   using Argument = std::conditional_t<raw, RawLaneDecoding, LaneDecoding>;
-  using Shape = LaneShape<T, void, G, width, lanes_per_row, packet, at_once>;
+  using Shape = LaneShape<T, void, G, width, lanes_per_row, vector_size, at_once>;
   using Formula = DecodeFormula<Shape, transform, raw>;
   using Walk = LaneRows<Formula>;
   static constexpr int kBlocks = lane_blocks<Formula>(Formula::kWantsGradient ? (raw ? 92 : 64) : 46);
@@ -137,29 +137,29 @@ GRADSCALE_DEVICE A weighted_sum(const LogitsRow<T>& row, A maximum, Weight weigh
       sum += exp_nonpositive(x[k] - maximum) * weight(first + k);
     }
   });
-  return row.team.sum(sum);
+  return row.group.sum(sum);
 }
 
 // The index of the first of the largest logits.
 template <class T, class A>
 GRADSCALE_DEVICE int32_t peak_of(const LogitsRow<T>& row, A maximum) {
-  double peak = row.width; // double: Team reduces floating-point types
+  double peak = row.width; // double: ThreadGroup reduces floating-point types
   row.each_part([&](const A* x, int32_t first) {
 #pragma unroll
     for (int k = 0; k < kVector<T>; ++k) {
       peak = x[k] == maximum && first + k < peak ? first + k : peak;
     }
   });
-  return static_cast<int32_t>(-row.team.maximum(-peak));
+  return static_cast<int32_t>(-row.group.maximum(-peak));
 }
 
-// Decodes a row with each team of threads, or writes its gradient f p_j (c_j - E). The centres c_j are raw centres, or
+// Decodes a row with each group of threads, or writes its gradient f p_j (c_j - E). The centres c_j are raw centres, or
 // bin numbers if the support is not raw; f is grad_output times the derivative of the value with respect to E. In the
 // gradient, c_j and E are relative to the centre of the peak, so that the gradient of a softmax that is 1 at the peak
 // is exactly 0.
 template <class T>
 GRADSCALE_KERNEL(kThreads, 2)
-decode_by_teams(GRADSCALE_ARGUMENT(TeamDecoding) arguments) {
+decode_by_groups(GRADSCALE_ARGUMENT(GroupDecoding) arguments) {
   using A = Accumulate<T>;
   GRADSCALE_SHARED(double, shared, kWarps);
   const Decoding& d = arguments.decoding;
@@ -168,13 +168,13 @@ decode_by_teams(GRADSCALE_ARGUMENT(TeamDecoding) arguments) {
   const A* const raw_centers = raw ? arguments.raw_centers.template at<A>(0) : nullptr;
   const RowOfThread own(blockIdx.x, threads_for_row(support.num_bins, sizeof(T)), d.count, shared);
   const int32_t width = own.active ? support.num_bins : 0, last = width - 1;
-  const LogitsRow<T> row{static_cast<const T*>(d.logits.data) + own.row * d.logits.stride, width, own.team};
+  const LogitsRow<T> row{static_cast<const T*>(d.logits.data) + own.row * d.logits.stride, width, own.group};
   const A maximum = row.maximum();
   const A sum = weighted_sum(row, maximum, [](int32_t) { return A(1); });
   const A moment = raw ? raw_moment(row, maximum, raw_centers)
                        : weighted_sum(row, maximum, [&](int32_t j) { return row.position(j); });
   if (d.gradient.data == nullptr) {
-    if (own.active && own.team.rank == 0) {
+    if (own.active && own.group.rank == 0) {
       d.out.store(own.row, decoded_row(moment, sum, support));
     }
     return;

@@ -7,16 +7,16 @@
 
 namespace gradscale {
 
-// Encoding turns scalars into distributions over the bins of a support. A team of threads writes each row. Scalars are
+// Encoding turns scalars into distributions over the bins of a support. A group of threads writes each row. Scalars are
 // read from memory once, and rows are written once.
 
 template <class T, class Target>
-GRADSCALE_DEVICE void encode_row(T* row, int32_t width, const Target& target, const Team& team) {
+GRADSCALE_DEVICE void encode_row(T* row, int32_t width, const Target& target, const ThreadGroup& group) {
   using A = Accumulate<T>;
   constexpr int size = kVector<T>;
   const A elsewhere = target.is_nan() ? static_cast<A>(NAN) : A(0);
   const Windows<T> windows(row, width);
-  for (int32_t window = team.rank; window < windows.count; window += team.size) {
+  for (int32_t window = group.rank; window < windows.count; window += group.size) {
     A values[size];
 #pragma unroll
     for (int k = 0; k < size; ++k) {
@@ -38,9 +38,9 @@ GRADSCALE_KERNEL(kThreads, 2) encode_rows(GRADSCALE_ARGUMENT(Encoding) e) {
     const double x = to_accumulate(static_cast<const T*>(e.scalars.data)[own.row * e.scalars.stride]);
     T* row = static_cast<T*>(e.out.data) + own.row * e.out.stride;
     if (e.sigma_ratio > 0) {
-      encode_row(row, width, hl_gauss(x, e.support, e.sigma_ratio), own.team);
+      encode_row(row, width, hl_gauss(x, e.support, e.sigma_ratio), own.group);
     } else {
-      encode_row(row, width, two_hot(x, e.support), own.team);
+      encode_row(row, width, two_hot(x, e.support), own.group);
     }
   });
 }
@@ -51,7 +51,7 @@ GRADSCALE_KERNEL(kThreads, 2) encode_rows(GRADSCALE_ARGUMENT(Encoding) e) {
 template <class A>
 GRADSCALE_DEVICE void project_row(const Projection& p, int64_t row, int lane) {
   constexpr int lanes = 32;
-  const Team warp{lanes, lane, nullptr};
+  const ThreadGroup warp{lanes, lane, nullptr};
   const Support& support = p.support;
   const int32_t width = support.num_bins;
   const double reward = p.rewards.load(row), discount = p.discounts.load(row);

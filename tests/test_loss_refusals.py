@@ -329,8 +329,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_the_gate_and_the_error_name_the_same_argument(wrong, monkeypatch):
-    """The gate refuses what is wrong, and Python, which checks the arguments again, says what to write."""
+def test_refusals_and_errors_name_the_same_argument(wrong, monkeypatch):
+    """The kernels refuse what is wrong, and Python, which checks the arguments again, says what to write."""
     argument, change = WRONG[wrong]
     predictions, targets = arguments()
     if "one" in wrong.split() or "list" in wrong.split():
@@ -341,8 +341,8 @@ def test_the_gate_and_the_error_name_the_same_argument(wrong, monkeypatch):
     else:
         options[argument] = change
     refusals = []
-    gate = multi_step._fused_loss
-    monkeypatch.setattr(multi_step, "_fused_loss", lambda *call: refusals.append(gate(*call)) or refusals[-1])
+    compute = multi_step._fused_loss
+    monkeypatch.setattr(multi_step, "_fused_loss", lambda *call: refusals.append(compute(*call)) or refusals[-1])
     with pytest.raises((TypeError, ValueError)) as caught:
         gs.multi_step_loss(HEADS, predictions, targets, **options)
     (refusal,) = refusals

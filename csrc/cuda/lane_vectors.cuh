@@ -107,17 +107,17 @@ class Tile {
 
 // ---- The elements of a row that one lane owns -----------------------------------------------------------------------
 
-// `lanes_per_row` lanes of a warp own a row together. Its elements are grouped into packets of `packet` elements, and a
-// lane owns every lanes_per_row-th packet. If `at_once` is true, packets are aligned to their size, and a lane accesses
-// one at once; otherwise its elements are accessed one by one. If the width is odd, a row may begin at an odd element:
-// its first and last aligned packets may be partly outside of the row. The lanes of a row access lanes_per_row packets
-// at once, from the beginning of a sector of memory (32 bytes) on. If these packets are less than a sector, rows are
-// copied through a tile in shared memory.
+// `lanes_per_row` lanes of a warp own a row together. Its elements are grouped into vectors of `vector_size` elements,
+// and a lane owns every lanes_per_row-th vector. If `at_once` is true, vectors are aligned to their size, and a lane
+// accesses one at once; otherwise its elements are accessed one by one. If the width is odd, a row may begin at an odd
+// element: its first and last aligned vectors may be partly outside of the row. The lanes of a row access lanes_per_row
+// vectors at once, from the beginning of a sector of memory (32 bytes) on. If these vectors are less than a sector,
+// rows are copied through a tile in shared memory.
 //
 // A sum over a row has the same bits wherever the row begins, although that decides which lane owns which elements:
 //
 // - elements whose indices are equal modulo kStep belong to one lane, which adds them in the order of their indices;
-// - if a row may begin at an odd element, the lane has a sum for each element of a packet, a chain, and joined() adds
+// - if a row may begin at an odd element, the lane has a sum for each element of a vector, a chain, and joined() adds
 //   the chains of elements 2 i and 2 i + 1, although their lane may be the next one;
 // - lane_sum() adds the lanes at half of the distance around the row, then at a quarter, and so on, so that rotating
 //   the lanes does not change it;
@@ -127,34 +127,34 @@ constexpr int log2_of(int power) {
   return power == 1 ? 0 : 1 + log2_of(power / 2);
 }
 
-template <class T, int width, int lanes_per_row, int packet, bool at_once>
-struct LanePackets {
+template <class T, int width, int lanes_per_row, int vector_size, bool at_once>
+struct LaneVectors {
   static constexpr int kElementsPerSector = 32 / static_cast<int>(sizeof(T));
-  static constexpr int kWidth = width, kLanes = lanes_per_row, kPacket = packet;
-  static constexpr int kStep = lanes_per_row * packet; // elements from one packet of a lane to its next
+  static constexpr int kWidth = width, kLanes = lanes_per_row, kVectorSize = vector_size;
+  static constexpr int kStep = lanes_per_row * vector_size; // elements from one vector of a lane to its next
   static constexpr bool kTiled = kStep < kElementsPerSector;
-  static constexpr bool kSplits = width % packet != 0; // packets may be partly outside of the row
+  static constexpr bool kSplits = width % vector_size != 0; // vectors may be partly outside of the row
   static constexpr int kMostBefore =
-      kTiled ? 0 : kElementsPerSector - (kSplits ? 1 : packet);              // elements before the row
-  static constexpr int kPackets = (width + kMostBefore + kStep - 1) / kStep; // of a lane
-  static constexpr int kElements = kPackets * packet;
-  static constexpr int kMiddle = kPackets / 2;
-  static constexpr int kChains = kSplits ? packet : 1;
-  static_assert(packet <= 2);
+      kTiled ? 0 : kElementsPerSector - (kSplits ? 1 : vector_size);         // elements before the row
+  static constexpr int kVectors = (width + kMostBefore + kStep - 1) / kStep; // of a lane
+  static constexpr int kElements = kVectors * vector_size;
+  static constexpr int kMiddle = kVectors / 2;
+  static constexpr int kChains = kSplits ? vector_size : 1;
+  static_assert(vector_size <= 2);
   using Values = float[kElements];
   using Mask = std::conditional_t<(kElements >= 32), uint64_t, uint32_t>; // a bit for each element
   template <class U>
-  using Words = Packet<U, packet>[kPackets];
+  using Words = Vector<U, vector_size>[kVectors];
 
   int32_t first; // the index of this lane's first element; negative: before the row
 
-  GRADSCALE_DEVICE static LanePackets from_row(const T* row, int lane) {
-    const int32_t first = packet * (lane % lanes_per_row);
+  GRADSCALE_DEVICE static LaneVectors from_row(const T* row, int lane) {
+    const int32_t first = vector_size * (lane % lanes_per_row);
     if constexpr (kTiled) {
       return {first};
     } else {
       const auto before = static_cast<int32_t>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % kElementsPerSector);
-      return {first - (at_once ? before : before & -packet)};
+      return {first - (at_once ? before : before & -vector_size)};
     }
   }
 
@@ -175,7 +175,7 @@ struct LanePackets {
 
   // The number of this lane among the lanes of the row, counted from the lane whose joined() has element 0.
   GRADSCALE_DEVICE int rank() const {
-    return ((first + packet - 1) >> log2_of(packet)) & (lanes_per_row - 1);
+    return ((first + vector_size - 1) >> log2_of(vector_size)) & (lanes_per_row - 1);
   }
 
   // True if element n is inside the row. The result is a compile-time constant for most elements.
@@ -185,12 +185,12 @@ struct LanePackets {
 
   // True if element n is inside, wherever the row begins.
   GRADSCALE_DEVICE static constexpr bool is_inside(int n) {
-    return compared(n) >= kMostBefore && compared(n) + kStep - packet < width;
+    return compared(n) >= kMostBefore && compared(n) + kStep - vector_size < width;
   }
 
-  // True if all of packet c is inside, wherever the row begins.
+  // True if all of vector c is inside, wherever the row begins.
   GRADSCALE_DEVICE static constexpr bool is_whole(int c) {
-    return is_inside(packet * c) && is_inside(packet * c + packet - 1);
+    return is_inside(vector_size * c) && is_inside(vector_size * c + vector_size - 1);
   }
 
   // A bit for each of this lane's elements that are among `count` elements of the row from `begin` on.
@@ -202,7 +202,7 @@ struct LanePackets {
   GRADSCALE_DEVICE int32_t elements_before(int32_t index) const {
     int32_t count = 0;
 #pragma unroll
-    for (int k = 0; k < packet; ++k) {
+    for (int k = 0; k < vector_size; ++k) {
       count += (index - first + kStep - 1 - k) >> log2_of(kStep);
     }
     return count;
@@ -211,7 +211,7 @@ struct LanePackets {
   // The index of element n of this lane is first + index(n). Its distance from the middle of the row, in elements, is
   // distance(n) + middle(), where distance(n) is a constant whole number, so that sums over it are exact.
   GRADSCALE_DEVICE static constexpr int index(int n) {
-    return kStep * (n / packet) + n % packet;
+    return kStep * (n / vector_size) + n % vector_size;
   }
   GRADSCALE_DEVICE static constexpr float distance(int n) {
     return static_cast<float>(index(n) - kStep * kMiddle);
@@ -221,28 +221,28 @@ struct LanePackets {
   }
 
   template <class U>
-  GRADSCALE_DEVICE void load(const U* row, float outside, Words<U>& packets) const {
+  GRADSCALE_DEVICE void load(const U* row, float outside, Words<U>& vectors) const {
     const U* const from = kTiled ? row + first : kept(row + first);
-    float values[packet];
+    float values[vector_size];
 #pragma unroll
-    for (int k = 0; k < packet; ++k) {
+    for (int k = 0; k < vector_size; ++k) {
       values[k] = outside;
     }
 #pragma unroll
-    for (int c = 0; c < kPackets; ++c) {
-      packets[c] = packed<U, packet>(values);
+    for (int c = 0; c < kVectors; ++c) {
+      vectors[c] = packed<U, vector_size>(values);
       if (is_split(c)) {
 #pragma unroll
-        for (int k = 0; k < packet; ++k) {
-          if (exists(packet * c + k)) {
-            set(packets[c], k, load_packet<U, 1>(from + kStep * c + k));
+        for (int k = 0; k < vector_size; ++k) {
+          if (exists(vector_size * c + k)) {
+            set(vectors[c], k, load_vector<U, 1>(from + kStep * c + k));
           }
         }
-      } else if (exists(packet * c)) {
+      } else if (exists(vector_size * c)) {
         if constexpr (kTiled) {
-          packets[c] = *reinterpret_cast<const Packet<U, packet>*>(from + kStep * c);
+          vectors[c] = *reinterpret_cast<const Vector<U, vector_size>*>(from + kStep * c);
         } else {
-          packets[c] = load_packet<U, packet>(from + kStep * c);
+          vectors[c] = load_vector<U, vector_size>(from + kStep * c);
         }
       }
     }
@@ -251,34 +251,34 @@ struct LanePackets {
   template <class U>
   GRADSCALE_DEVICE void store(U* row, const Values& values) const {
     U* const to = kTiled ? row + first : kept(row + first);
-    const LanePackets again{opaque(first)}; // comparisons are repeated: keeping their results costs more
+    const LaneVectors again{opaque(first)}; // comparisons are repeated: keeping their results costs more
 #pragma unroll
-    for (int c = 0; c < kPackets; ++c) {
+    for (int c = 0; c < kVectors; ++c) {
       if (is_split(c)) {
 #pragma unroll
-        for (int k = 0; k < packet; ++k) {
-          if (again.exists(packet * c + k)) {
-            store_packet(to + kStep * c + k, packed<U, 1>(values + packet * c + k));
+        for (int k = 0; k < vector_size; ++k) {
+          if (again.exists(vector_size * c + k)) {
+            store_vector(to + kStep * c + k, packed<U, 1>(values + vector_size * c + k));
           }
         }
-      } else if (again.exists(packet * c)) {
-        const auto words = packed<U, packet>(values + packet * c);
+      } else if (again.exists(vector_size * c)) {
+        const auto words = packed<U, vector_size>(values + vector_size * c);
         if constexpr (kTiled) {
-          *reinterpret_cast<Packet<U, packet>*>(to + kStep * c) = words;
+          *reinterpret_cast<Vector<U, vector_size>*>(to + kStep * c) = words;
         } else {
-          store_packet(to + kStep * c, words);
+          store_vector(to + kStep * c, words);
         }
       }
     }
   }
 
  private:
-  // The index that is compared with the row's bounds for element n: of its packet's first element, if no packet is
+  // The index that is compared with the row's bounds for element n: of its vector's first element, if no vector is
   // split.
   GRADSCALE_DEVICE static constexpr int compared(int n) {
-    return index(kSplits ? n : n - n % packet);
+    return index(kSplits ? n : n - n % vector_size);
   }
-  // True if the elements of packet c are accessed one by one.
+  // True if the elements of vector c are accessed one by one.
   GRADSCALE_DEVICE static constexpr bool is_split(int c) {
     return !at_once || (kSplits && !is_whole(c));
   }

@@ -1,5 +1,5 @@
-// Rows of any type, width and support, computed by a team of threads, which reads them in parts of 16 bytes: logits
-// of one distribution, and the heads of regression_heads.h. TeamRows of multi_step_loss.cuh is their kind of rows.
+// Rows of any type, width and support, computed by a group of threads, which reads them in parts of 16 bytes: logits of
+// one distribution, and the heads of regression_heads.h. ThreadGroupRows of multi_step_loss.cuh is their kind of rows.
 #pragma once
 
 #include "../../cuda/rows.cuh"
@@ -26,11 +26,11 @@ struct TensorRow {
   }
 };
 
-// A row of a segment and the team of threads that owns it. What the threads read again and again is kept here, in
+// A row of a segment and the group of threads that owns it. What the threads read again and again is kept here, in
 // registers, because the compiler cannot know that stores of gradients do not change the table.
 struct RowTask : RowOfThread {
   const BlockOfRows& block;
-  int32_t width; // 0 for teams after the last row, which only take part in reductions
+  int32_t width; // 0 for thread groups after the last row, which only take part in reductions
   RowFactor factor;
   TensorRow prediction, target, gradient;
 
@@ -48,10 +48,10 @@ struct RowTask : RowOfThread {
     return gradient.data != nullptr;
   }
 
-  // Reduces the metrics of the team's threads, and stores the results of the row.
+  // Reduces the metrics of the thread group's threads, and stores the results of the row.
   GRADSCALE_DEVICE void store(double loss, double detail, double gradient_square, double largest_logit) const {
-    const RowMetrics metrics{team.sum(gradient_square), team.maximum(largest_logit)};
-    if (active && team.rank == 0) {
+    const RowMetrics metrics{group.sum(gradient_square), group.maximum(largest_logit)};
+    if (active && group.rank == 0) {
       block.store(row, factor.counts, loss, detail, metrics);
     }
   }
@@ -111,7 +111,7 @@ struct ClassesOfRow {
   Rows probabilities;
   int64_t row;
   int32_t count, width;
-  Team team;
+  ThreadGroup group;
 
   GRADSCALE_DEVICE ClassesOfRow(const RowTask& task, const Rows& probabilities)
       : classes(task.target.as<const int64_t>()),
@@ -119,7 +119,7 @@ struct ClassesOfRow {
         row(task.row),
         count(task.width == 0 ? 0 : static_cast<int32_t>(task.block.segment.target_width)),
         width(task.width),
-        team(task.team) {
+        group(task.group) {
   }
   GRADSCALE_DEVICE static int32_t chosen() {
     return -1;
@@ -138,14 +138,14 @@ struct ClassesOfRow {
   // Calls function(class, probability) for this thread's entries.
   template <class Function>
   GRADSCALE_DEVICE void each_entry(Function function) const {
-    for (int32_t k = team.rank; k < count; k += team.size) {
+    for (int32_t k = group.rank; k < count; k += group.size) {
       function(max_class(k), probability(k));
     }
   }
   // The same with the total probability of a class, once for each class.
   template <class Function>
   GRADSCALE_DEVICE void each_class(Function function) const {
-    for (int32_t k = team.rank; k < count; k += team.size) {
+    for (int32_t k = group.rank; k < count; k += group.size) {
       bool is_first = true;
       A total = 0;
       for (int32_t other = 0; other < count; ++other) {
@@ -200,7 +200,7 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
   using Formula = CrossEntropy<A, options>;
   constexpr int size = kVector<T>;
   const Head& head = task.block.head;
-  const LogitsRow<T> row{task.prediction.as<const T>(), task.width, task.team};
+  const LogitsRow<T> row{task.prediction.as<const T>(), task.width, task.group};
   const Formula formula{static_cast<A>(head.entropy_weight)};
   const Smoothing<A> smoothing(head.label_smoothing, task.block.segment.width);
   A largest_finite; // of this thread's logits
@@ -240,7 +240,7 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
   }
 #pragma unroll
   for (A& sum : sums) {
-    sum = task.team.sum(sum);
+    sum = task.group.sum(sum);
   }
   if (chosen >= 0) {
     const A difference = static_cast<A>(to_accumulate(task.prediction.as<const T>()[chosen])) - maximum;
@@ -268,7 +268,7 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
       square += task.template write_gradient<T, size>(first, gradient);
     });
     if constexpr (Target::kIsSparse) {
-      task.team.synchronize(); // the gradient without targets has been written
+      task.group.synchronize(); // the gradient without targets has been written
       target.each_class([&](int32_t j, A t) {
         const A d = static_cast<A>(to_accumulate(task.prediction.as<const T>()[j])) - maximum, e = exp_nonpositive(d);
         const A before = formula.gradient(factors, e, d, A(0));
@@ -287,7 +287,7 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
 template <class RowHead, class T, class A, class Function>
 GRADSCALE_DEVICE void each_pair(const RowTask& task, Function function) {
   const Support& transform = task.block.head.support;
-  each_part(task.prediction.as<const T>(), task.width, task.team, A(0), [&](const A* x, int32_t first) {
+  each_part(task.prediction.as<const T>(), task.width, task.group, A(0), [&](const A* x, int32_t first) {
     A t[kVector<T>] = {};
     dispatch_element(task.target.element, [&](auto type) {
       read_elements<kVector<T>>(task.target.as<const decltype(type)>(), task.width, first, A(0), t);
@@ -304,7 +304,7 @@ GRADSCALE_DEVICE void each_pair(const RowTask& task, Function function) {
 template <class RowHead, class T, class A>
 GRADSCALE_DEVICE void vector_row(const RowTask& task) {
   constexpr int size = kVector<T>;
-  const Team& team = task.team;
+  const ThreadGroup& group = task.group;
   RowHead head{{static_cast<double>(task.block.segment.width), &task.block.head}};
   if constexpr (RowHead::kScales) {
     A largest_x = 0, largest_t = 0;
@@ -315,7 +315,7 @@ GRADSCALE_DEVICE void vector_row(const RowTask& task) {
         largest_t = larger(largest_t, std::abs(t[k]));
       }
     });
-    head.scale(team.maximum(largest_x), team.maximum(largest_t));
+    head.scale(group.maximum(largest_x), group.maximum(largest_t));
   }
   A factor = RowHead::kGradientWaits ? A(0) : head.factor(task.factor.coefficient);
   double square = 0;
@@ -343,7 +343,7 @@ GRADSCALE_DEVICE void vector_row(const RowTask& task) {
   });
 #pragma unroll
   for (int i = 0; i < RowHead::kSums; ++i) {
-    sums.values[i] = team.sum(sums.values[i]);
+    sums.values[i] = group.sum(sums.values[i]);
   }
   const double loss = head.finish(sums);
   if (RowHead::kGradientWaits && task.wants_gradient()) {

@@ -1,4 +1,4 @@
-// The gate of an eager call: it reads what Python gives, and returns a result or a Refusal.
+// An eager call reads the objects that Python gives, and returns a result or a Refusal.
 #pragma once
 
 #include "refusal.h"
@@ -13,7 +13,7 @@ namespace gradscale {
 
 // Returns the result of `call`, or its Refusal.
 template <class Function>
-pybind11::object answer(Function call) {
+pybind11::object run_or_refuse(Function call) {
   try {
     return call();
   } catch (const Refusal& refusal) {
@@ -23,11 +23,6 @@ pybind11::object answer(Function call) {
 
 C10_NOINLINE inline std::string type_of(pybind11::handle given) {
   return std::string("is of type ") + Py_TYPE(given.ptr())->tp_name;
-}
-
-// What came, for any object.
-C10_NOINLINE inline std::string came(pybind11::handle given) {
-  return THPVariable_CheckExact(given.ptr()) ? described(THPVariable_Unpack(given.ptr())) : type_of(given);
 }
 
 // Refuses transforms and modes, which must see the operators.
