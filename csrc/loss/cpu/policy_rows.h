@@ -406,12 +406,14 @@ struct NormalColumns {
     read_columns(from(pass.fields[s.first_field + kLogStds]), row_batch, count, log_scales);
     read_columns(from(s.target), row_batch, count, actions);
     A common[kShortRow] = {}; // the inverse scales of all rows
-    for (int64_t j = 0; j < count && s.shares_scales; ++j) {
-      common[j] = log_scales.at[j][0];
-    }
+    if (s.shares_scales) {
+      for (int64_t j = 0; j < count; ++j) {
+        common[j] = log_scales.at[j][0];
+      }
 #pragma omp simd
-    for (int64_t j = 0; j < kShortRow; ++j) {
-      common[j] = exponential(-common[j]);
+      for (int64_t j = 0; j < kShortRow; ++j) {
+        common[j] = exponential(-common[j]);
+      }
     }
     for (int64_t j = 0; j < count; ++j) {
       const auto compute = [&](auto inverse_scale) {
