@@ -13,8 +13,8 @@ from .. import _structures
 _CONSTANTS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 _LEAVES = (torch.Tensor, *_CONSTANTS)
 
-#: What can be compared of a structure: None for a leaf, else its type, its keys and the forms of its items.
-Form = Any
+#: A nested structure without its leaves: None for a leaf, else its type, its keys and the structures of its items.
+Structure = Any
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -48,11 +48,11 @@ def named_leaves(value: Any, name: Callable[[str], str], place: str = "") -> Ite
         yield from named_leaves(item, name, place + key)
 
 
-def flatten(value: Any, name: Callable[[str], str]) -> tuple[Form, list[Any]]:
-    """The form of a structure, and its leaves. Raises TypeError for a leaf that is neither a tensor nor a constant."""
+def flatten(value: Any, name: Callable[[str], str]) -> tuple[Structure, list[Any]]:
+    """The structure of a value, and its leaves. Raises TypeError for a leaf that is neither a tensor nor a constant."""
     leaves: list[Any] = []
     try:
-        return _form_of(value, leaves), leaves
+        return _structure_of(value, leaves), leaves
     except TypeError:
         for place, leaf in named_leaves(value, name):
             if not isinstance(leaf, _LEAVES):
@@ -68,12 +68,12 @@ def flatten(value: Any, name: Callable[[str], str]) -> tuple[Form, list[Any]]:
         raise
 
 
-def _form_of(value: Any, leaves: list[Any]) -> Form:
+def _structure_of(value: Any, leaves: list[Any]) -> Structure:
     kind = type(value)
     if kind is tuple or kind is list:
-        return kind, *[_form_of(item, leaves) for item in value]
+        return kind, *[_structure_of(item, leaves) for item in value]
     if kind is dict:
-        return kind, *[(key, _form_of(item, leaves)) for key, item in value.items()]
+        return kind, *[(key, _structure_of(item, leaves)) for key, item in value.items()]
     if isinstance(value, _LEAVES):
         leaves.append(value)
         return None
@@ -82,7 +82,7 @@ def _form_of(value: Any, leaves: list[Any]) -> Form:
     parts: list[Any] = []
 
     def look(key: Any, item: Any) -> Any:
-        parts.append((key.name if isinstance(key, dataclasses.Field) else key, _form_of(item, leaves)))
+        parts.append((key.name if isinstance(key, dataclasses.Field) else key, _structure_of(item, leaves)))
         return item
 
     _structures.rebuilt("CapturedStep", look, value)
@@ -98,12 +98,21 @@ def each_tensor(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     return changed(value) if _structures.is_leaf(value) else _structures.mapped("CapturedStep", changed, value)
 
 
+class Signature(NamedTuple):
+    """Everything of a call that decides which graph is right."""
+
+    structure: Structure
+    leaves: tuple[Any, ...]
+    """For each leaf: dtype, shape and strides of a tensor, type and value of a constant."""
+    modes: tuple[Any, ...]
+    """The modes of PyTorch."""
+
+
 class Arguments(NamedTuple):
     """The arguments of a call."""
 
     given: Given
-    form: Form
-    """Everything that decides which graph is right: structure, constants, shapes, and the modes of PyTorch."""
+    signature: Signature
     tensors: list[torch.Tensor]
     """The tensors, on the device."""
     watcher: str = ""
@@ -115,7 +124,7 @@ class Arguments(NamedTuple):
 
     def names(self) -> list[str]:
         """The names of the tensors."""
-        return [name for name, leaf in self.leaves() if isinstance(leaf, torch.Tensor)]
+        return _names_of_tensors(self.given)
 
     def build(self, tensors: Iterable[torch.Tensor] | None = None) -> Given:
         """The same arguments with other tensors, or with the ones on the device."""
@@ -133,7 +142,7 @@ class Arguments(NamedTuple):
                 isinstance(one, _CONSTANTS) and isinstance(other, _CONSTANTS) and one == other
             ):
                 return argument(place)
-        return "" if _form_of(built, []) == self.form[0] else argument("")
+        return "" if _structure_of(built, []) == self.signature.structure else argument("")
 
 
 def read(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Arguments:
@@ -141,20 +150,24 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) ->
     given = args, kwargs
     structure, leaves = flatten(given, argument)
     tensors: list[torch.Tensor] = []
-    forms: list[Any] = []
+    described: list[Any] = []
     for value in leaves:
         if not isinstance(value, torch.Tensor):
             # The text of a float tells -0.0 from 0.0, and is the same for each NaN.
-            forms.append((type(value), repr(value) if isinstance(value, float | complex) else value))
+            described.append((type(value), repr(value) if isinstance(value, float | complex) else value))
             continue
         is_elsewhere = value.device != device
         if value.layout != torch.strided or value.requires_grad or (is_elsewhere and value.device.type != "cpu"):
-            raise _refusal(Arguments(given, None, []).names()[len(tensors)], value, device)
+            raise _refusal(_names_of_tensors(given)[len(tensors)], value, device)
         if is_elsewhere:
             value = value.to(device, non_blocking=True)
         tensors.append(value)
-        forms.append((value.dtype, value.shape, value.stride()))
-    return Arguments(given, (structure, tuple(forms), _context(device)), tensors, _watching_mode())
+        described.append((value.dtype, value.shape, value.stride()))
+    return Arguments(given, Signature(structure, tuple(described), _modes_of(device)), tensors, _watching_mode())
+
+
+def _names_of_tensors(given: Given) -> list[str]:
+    return [argument(place) for place, leaf in named_leaves(given, argument) if isinstance(leaf, torch.Tensor)]
 
 
 def _refusal(name: str, value: torch.Tensor, device: torch.device) -> Exception:
@@ -178,25 +191,26 @@ def like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def _form_text(form: Any) -> str:
-    if isinstance(form[0], torch.dtype):
-        return f"{str(form[0]).removeprefix('torch.')} {list(form[1])}"
-    return str(form[1]) if issubclass(form[0], float | complex) else repr(form[1])
+def _text_of_leaf(leaf: Any) -> str:
+    kind, value, *_ = leaf
+    if isinstance(kind, torch.dtype):
+        return f"{str(kind).removeprefix('torch.')} {list(value)}"
+    return str(value) if issubclass(kind, float | complex) else repr(value)
 
 
-def text_of_form(form: Form) -> str:
-    """The signature of a call."""
-    return ", ".join(map(_form_text, form[1]))
+def text_of_signature(signature: Signature) -> str:
+    """Shapes, dtypes and constants, for messages."""
+    return ", ".join(map(_text_of_leaf, signature.leaves))
 
 
-def what_changes(forms: list[Form], arguments: Arguments) -> str:
+def what_changes(signatures: list[Signature], arguments: Arguments) -> str:
     """Say which argument keeps changing, and what to write instead."""
-    form, every = arguments.form, [*forms, arguments.form]
-    if any(one[0] != form[0] or len(one[1]) != len(form[1]) for one in forms):
+    now, every = arguments.signature, [*signatures, arguments.signature]
+    if any(one.structure != now.structure or len(one.leaves) != len(now.leaves) for one in signatures):
         return "the structure of the arguments keeps changing; pass the same lists and dicts at each call"
     for index, (name, value) in enumerate(arguments.leaves()):
-        seen = dict.fromkeys(one[1][index] for one in every)
-        texts = dict.fromkeys(map(_form_text, seen))
+        seen = dict.fromkeys(one.leaves[index] for one in every)
+        texts = dict.fromkeys(map(_text_of_leaf, seen))
         if len(texts) > 1:
             is_tensor = isinstance(value, torch.Tensor)
             remedy = "pad it to one shape, or to a few" if is_tensor else "pass a tensor, whose value may change"
@@ -213,7 +227,7 @@ def what_changes(forms: list[Form], arguments: Arguments) -> str:
 # ---- The modes of PyTorch --------------------------------------------------------------------------------------------
 
 
-def _context(device: torch.device) -> tuple[Any, ...]:
+def _modes_of(device: torch.device) -> tuple[Any, ...]:
     """The modes of PyTorch that decide what a step computes."""
     kind = device.type
     return (

@@ -11,7 +11,7 @@ import torch
 from torch.autograd import profiler_legacy
 
 from .. import _context
-from .arguments import Arguments, Form, Given, argument, each_tensor, flatten, like, named_leaves, read, result
+from .arguments import Arguments, Given, Signature, argument, each_tensor, flatten, like, named_leaves, read, result
 from .checks import Refusals, hook_problems, kept_graph_problems, mark_kept_graphs
 from .graphs import seeming_to_capture
 from .hooks import rehearsing, running
@@ -29,11 +29,11 @@ def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: A
 
     The step runs once on the first batch, so that optimizers make their state, then on each batch while its calls of
     PyTorch are watched, and once more under PyTorch's profiler. A graph repeats the calls of one step, with the same
-    numbers, shapes and memory; so what differs between two steps on arguments of one form, or waits for the device, is
-    reported with its line, and so is what `CapturedStep` refuses or warns about. Afterwards everything in `state`
-    (parameters, buffers, gradients, optimizers, schedulers, `training`), tensors that the step changed elsewhere, and
-    the random generators of PyTorch, Python and NumPy are as before, bit by bit, also if the step raises. What the
-    step's Python counts or appends has moved.
+    numbers, shapes and memory; so what differs between two steps on arguments of the same shapes, or waits for the
+    device, is reported with its line, and so is what `CapturedStep` refuses or warns about. Afterwards everything in
+    `state` (parameters, buffers, gradients, optimizers, schedulers, `training`), tensors that the step changed
+    elsewhere, and the random generators of PyTorch, Python and NumPy are as before, bit by bit, also if the step
+    raises. What the step's Python counts or appends has moved.
 
     ==================  ================================================================================================
     stale_number        an operator's Python number differs between two steps, an optimizer reads one from a tensor, or
@@ -113,18 +113,18 @@ class _Diagnosis:
     def __init__(self, step: Callable[..., Any], state: State) -> None:
         self._step, self._state, self._device = step, state, state.device()
         self.findings, self.watches = Findings(), list[Watch]()
-        self._forms: list[Form] = []
+        self._signatures: list[Signature] = []
 
     def run(self, batches: Sequence[Any]) -> None:
-        """Run the step on every batch, and on two of each form of arguments."""
+        """Run the step on every batch, and on two of each signature of arguments."""
         self.findings.add(hook_problems(self._state))
         if running.owner is None:  # a captured step that asks has looked before its first call
             mark_kept_graphs(self._state)
             self.findings.add(kept_graph_problems(self._state))
         self._watch(batches[0])
-        groups: dict[Form, list[Any]] = {}
+        groups: dict[Signature | None, list[Any]] = {}
         for batch in batches:
-            groups.setdefault(self._form(batch), []).append(batch)
+            groups.setdefault(self._signature(batch), []).append(batch)
         for group in groups.values():
             last = None
             for batch in group if len(group) > 1 else group * 2:
@@ -147,21 +147,25 @@ class _Diagnosis:
             problem.key == "replaced" and not self.findings.has_any("unnamed_state", problem.location)
         )
 
-    def _form(self, batch: Any) -> Form:
+    def _signature(self, batch: Any) -> Signature | None:
         """Which graph is right for a batch. Adds findings for arguments that `CapturedStep` refuses."""
         arguments = self._read(batch)
         if isinstance(arguments, Exception):
             cause, _, remedy = str(arguments).removeprefix("CapturedStep: ").partition("; ")
             self.findings.add([Problem("argument", cause, remedy)])
             return None
-        for form in self._forms:
-            for (name, value), one, other in zip(arguments.leaves(), form[1], arguments.form[1], strict=False):
-                if isinstance(value, float) and form[0] == arguments.form[0] and one != other:
+        for signature in self._signatures:
+            if signature.structure != arguments.signature.structure:
+                continue
+            for (name, value), one, other in zip(
+                arguments.leaves(), signature.leaves, arguments.signature.leaves, strict=True
+            ):
+                if isinstance(value, float) and one != other:
                     cause = f"{name} is another number in each batch: {one[1]}, then {other[1]}"
                     remedy = "pass a tensor, whose value may change"
                     self.findings.add([Problem("stale_number", cause, remedy, key=name)])
-        self._forms.append(arguments.form)
-        return arguments.form
+        self._signatures.append(arguments.signature)
+        return arguments.signature
 
     def _read(self, batch: Any) -> Arguments | Exception:
         try:

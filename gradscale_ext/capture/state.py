@@ -41,12 +41,12 @@ class Item(NamedTuple):
     name: str
     value: Any
     role: Role
-    form: str = "{name}[{key!r}]"
+    pattern: str = "{name}[{key!r}]"
     """The names of a container's items."""
 
     def place(self, key: Any) -> str:
         """The name of the item with this key."""
-        return self.form.format(name=self.name, key=key)
+        return self.pattern.format(name=self.name, key=key)
 
     def pairs(self) -> list[tuple[Any, Any]]:
         """The keys and values of a container."""
@@ -54,7 +54,7 @@ class Item(NamedTuple):
 
 
 ATTRIBUTE = "{name}.{key}"
-"""The form of names of what is in the dict of an object."""
+"""The pattern of names of what is in the dict of an object."""
 
 
 class State:
@@ -224,7 +224,7 @@ def has_contents(tensor: torch.Tensor) -> bool:
 def _children(item: Item, names: Mapping[int, str]) -> Iterator[Item]:
     """What is in a part of the state."""
     name, value, role, *_ = item
-    if item.form == ATTRIBUTE:  # what is in it comes from its object
+    if item.pattern == ATTRIBUTE:  # what is in it comes from its object
         return
     if isinstance(value, torch.Tensor):
         if is_traceable_wrapper_subclass(value):

@@ -23,13 +23,13 @@ from ..monitor.monitor import GradientMonitor
 from . import graphs
 from .arguments import (
     Arguments,
-    Form,
+    Signature,
     each_tensor,
     flatten,
     like,
     read,
     result,
-    text_of_form,
+    text_of_signature,
     what_changes,
 )
 from .audit import AuditInfo, GraphInfo, beyond_noise, compare, is_written, next_audit
@@ -41,8 +41,8 @@ from .hooks import rehearsing, running
 from .record import Record, differences
 from .state import Item, State, memory_of, with_gradients
 
-_FORMS_PER_GRAPH = 4
-"""How many forms of arguments, for each graph that is allowed, are remembered until they come again."""
+_SIGNATURES_PER_GRAPH = 4
+"""How many signatures of calls, for each graph that is allowed, are remembered until they come again."""
 
 _OFTEN = 3
 """How often something may be replaced between the calls without a warning."""
@@ -60,7 +60,7 @@ class _Refused(RuntimeError):
 class _Captured:
     """A graph, the memory of its arguments and results, and what it relies on."""
 
-    form: Form
+    signature: Signature
     inputs: list[torch.Tensor]
     graph: graphs.Graph
     result: Any
@@ -190,8 +190,8 @@ class CapturedStep:
         self._step, self._given, self._options = state["step"], state["given"], state["options"]
         self._lock = threading.Lock()
         self._num_plain = 0
-        self._known: dict[Form, Any] = {}
-        """By form of arguments: what had changed at the last plain call, compared with the newest graph."""
+        self._known: dict[Signature, Any] = {}
+        """By signature of a call: what had changed at the last plain call, compared with the newest graph."""
         self._captured: list[_Captured] = []
         self._replaced: Counter[str] = Counter()
         """How often something has been replaced, which has cost a graph."""
@@ -226,7 +226,10 @@ class CapturedStep:
     def graphs(self) -> list[GraphInfo]:
         """For each graph `signature` (shapes and dtypes of the arguments, and the constants), `launches` (kernels,
         copies and fills of a replay; None if not known) and `memory` (bytes of the pool, which all graphs share)."""
-        return [GraphInfo(text_of_form(one.form), one.graph.launches(), one.graph.memory()) for one in self._captured]
+        return [
+            GraphInfo(text_of_signature(one.signature), one.graph.launches(), one.graph.memory())
+            for one in self._captured
+        ]
 
     @property
     def audits(self) -> list[AuditInfo]:
@@ -305,9 +308,9 @@ class CapturedStep:
                 f"{arguments.watcher} is active, but a replay makes no calls that it could see; inside of it, write "
                 "update.plain instead of update"
             )
-        captured, changed = self._matching(arguments.form)
+        captured, changed = self._matching(arguments.signature)
         if captured is None:
-            if self._num_plain < self._options["warmup"] or self._known.get(arguments.form) != changed:
+            if self._num_plain < self._options["warmup"] or self._known.get(arguments.signature) != changed:
                 returned = self._plain(arguments)
                 self._remember(arguments, changed)
                 return returned
@@ -322,13 +325,15 @@ class CapturedStep:
         return returned
 
     def _remember(self, arguments: Arguments, changed: Any) -> None:
-        """Let the next call of this form be captured. Warn, and forget, if too many forms have not come again."""
-        if len(self._known) == _FORMS_PER_GRAPH * self._options["max_graphs"]:
+        """Let the next call with this signature be captured. Warn, and forget, if too many have not come again."""
+        if len(self._known) == _SIGNATURES_PER_GRAPH * self._options["max_graphs"]:
             what = what_changes(list(self._known)[-self._options["max_graphs"] :], arguments)
-            text = f"{len(self._known)} forms of arguments came, and each needs a plain call and then a graph: {what}"
-            self._warn_once(text, key="forms")
+            text = (
+                f"{len(self._known)} signatures of arguments came, and each needs a plain call and then a graph: {what}"
+            )
+            self._warn_once(text, key="signatures")
             self._known.clear()
-        self._known[arguments.form] = changed
+        self._known[arguments.signature] = changed
 
     def _plain(self, arguments: Arguments) -> Any:
         if not self._num_plain:
@@ -363,9 +368,9 @@ class CapturedStep:
         captured.guards.compiled.set_results()
         return self._owned(captured.result)
 
-    def _matching(self, form: Form) -> tuple[_Captured | None, Any]:
-        """The graph for arguments of this form and the state as it is; and what has changed, if another is needed."""
-        candidates = [captured for captured in reversed(self._captured) if captured.form == form]
+    def _matching(self, signature: Signature) -> tuple[_Captured | None, Any]:
+        """The graph for this signature and the state as it is; and what has changed, if another is needed."""
+        candidates = [captured for captured in reversed(self._captured) if captured.signature == signature]
         for captured in candidates:
             if captured.guards.compiled.hold():
                 return captured, None
@@ -388,7 +393,7 @@ class CapturedStep:
         captured.graph.reset()
         self._captured = [one for one in self._captured if one is not captured]
         if replaced:
-            self._known.pop(captured.form, None)
+            self._known.pop(captured.signature, None)
             self._replaced[replaced] += 1
             if self._replaced[replaced] == _OFTEN:
                 self._warn_once(
@@ -442,7 +447,7 @@ class CapturedStep:
         before.restore()
         state = [saved.item for saved in before.tensors if saved.item.role != "gradient"]
         captured = _Captured(
-            form=arguments.form,
+            signature=arguments.signature,
             # The step may have called requires_grad_() on an argument, which a copy to it would not accept.
             inputs=[tensor.detach() for tensor in inputs],
             graph=graph,
@@ -464,7 +469,7 @@ class CapturedStep:
 
     def _refuse_beforehand(self, arguments: Arguments) -> None:
         if len(self._captured) == self._options["max_graphs"]:
-            what = what_changes([one.form for one in self._captured], arguments)
+            what = what_changes([one.signature for one in self._captured], arguments)
             count = "is 1 graph" if len(self._captured) == 1 else f"are {len(self._captured)} graphs"
             raise _Refused(f"there {count} already (max_graphs), and {what}, or raise max_graphs")
         if name := self._state.uninitialized():
