@@ -104,7 +104,7 @@ RowLanes group_lanes(int64_t groups, int64_t classes, const Rows& logits, const 
     return {};
   }
   lanes.per_row = lanes_of_group(static_cast<int32_t>(classes), lanes.vector_size);
-  for (int64_t groups = 1; groups < groups && lanes.per_row < 32; groups *= 2) {
+  for (int64_t side_by_side = 1; side_by_side < groups && lanes.per_row < 32; side_by_side *= 2) {
     lanes.per_row *= 2;
   }
   return lanes;
