@@ -77,7 +77,7 @@ struct RawLaneDecoding : LaneDecoding {
   Table raw_centers; // float
 };
 
-struct TeamDecoding {
+struct GroupDecoding {
   Decoding decoding;
   Table raw_centers; // in the type of sums; empty if the support is not raw
 };

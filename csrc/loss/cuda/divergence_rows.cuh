@@ -18,10 +18,10 @@ constexpr Mixture mixture_of(int options) {
 
 // `lanes_per_row` lanes of a warp own a row of `groups` groups of `classes` logits T, with targets U of the same shape
 // and gradients G (void: none is wanted). lanes_of_group() lanes own a group: each has every kLanes-th vector of
-// `vector_size` classes, and at most kMostClassesOfLane classes. The lanes of a row compute kSideBySide groups side by
-// side in each turn, and load the groups of the next turn before they compute. If vectors are not aligned (`at_once` is
-// false), their elements are accessed one by one, so that the order of sums depends only on the shape of a row and the
-// types. As in lane_rows.cuh, a warp owns up to 32 rows, and each lane holds the numbers of one. Bytes: logits and
+// `vector_size` classes, and at most kMostClassesOfLane classes. The lanes of a row compute kGroupsAtOnce groups side
+// by side in each turn, and load the groups of the next turn before they compute. If vectors are not aligned (`at_once`
+// is false), their elements are accessed one by one, so that the order of sums depends only on the shape of a row and
+// the types. As in lane_rows.cuh, a warp owns up to 32 rows, and each lane holds the numbers of one. Bytes: logits and
 // targets are read once, gradients are written once, and once more, as zeros, if the divergence is below the free nats.
 template <
     class T,
@@ -40,9 +40,9 @@ class DivergenceRows {
   static constexpr Mixture kMixture = mixture_of(options);
   static constexpr int kLanes = lanes_of_group(classes, vector_size), kStep = vector_size * kLanes;
   static constexpr int kVectors = (classes + kStep - 1) / kStep, kElements = kVectors * vector_size;
-  static constexpr int kSideBySide = lanes_per_row / kLanes, kTurns = (groups + kSideBySide - 1) / kSideBySide;
+  static constexpr int kGroupsAtOnce = lanes_per_row / kLanes, kTurns = (groups + kGroupsAtOnce - 1) / kGroupsAtOnce;
   static constexpr int kSideBySide = 32 / lanes_per_row;
-  static constexpr bool kHasTail = groups % kSideBySide != 0; // in the last turn, some lanes have no group
+  static constexpr bool kHasTail = groups % kGroupsAtOnce != 0; // in the last turn, some lanes have no group
   using Values = float[kElements];
   // Logarithms that are computed from differences need them in units of 1.
   using Exponent = std::conditional_t<kMixture == Mixture::probabilities, BinaryExponent, NaturalExponent>;
@@ -90,11 +90,11 @@ class DivergenceRows {
   }
   // This lane's group in a turn. A lane without a group repeats the last one.
   GRADSCALE_DEVICE int group(int turn) const {
-    const int own = turn * kSideBySide + warp_.lane % lanes_per_row / kLanes;
+    const int own = turn * kGroupsAtOnce + warp_.lane % lanes_per_row / kLanes;
     return kHasTail && own >= groups ? groups - 1 : own;
   }
   GRADSCALE_DEVICE bool has_group(int turn) const {
-    return !kHasTail || turn * kSideBySide + warp_.lane % lanes_per_row / kLanes < groups;
+    return !kHasTail || turn * kGroupsAtOnce + warp_.lane % lanes_per_row / kLanes < groups;
   }
   // This lane's first class in a turn.
   GRADSCALE_DEVICE int first(int turn) const {
