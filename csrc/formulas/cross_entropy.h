@@ -32,6 +32,13 @@ enum RowOptions : int32_t {
   kMixesLogarithms = 64,
 };
 
+// The options of a head with logits, except those of some kinds of rows alone.
+template <class Head>
+int32_t row_options(const Head& head) {
+  return (head.label_smoothing != 0 ? kSmoothing : 0) | (head.entropy_weight != 0 ? kEntropy : 0) |
+         (head.subtract_target_entropy ? kSubtractsEntropy : 0);
+}
+
 constexpr float kLowest = -3e38f; // replaces -inf, because 0 * -inf is NaN
 
 // The factors that the elements of a row share.
@@ -50,10 +57,21 @@ struct CrossEntropy {
   static constexpr bool kSubtracts = (options & kSubtractsEntropy) != 0;
   // sum e, sum t, sum of weighted(e, d), sum of correct(t, d), sum t log t. For the bins of a support, whose
   // expectation is wanted instead of the entropy, the exponentials are weighted by the bins' positions.
-  enum Sum { kSum, kMass, kWeighted, kCorrect, kNegativeEntropy };
+  // A sum has the same index whatever the options are.
+  enum Sum { kSum, kMass, kWeighted, kCorrect, kNegativeEntropy, kMostSums };
   static constexpr int kSums = kSubtracts ? 5 : 4;
+  static constexpr int kRowSums = kHasEntropy ? 3 : 2; // the first sums, which the gradient needs
   using Factors = CrossEntropyFactors<A>;
   A entropy_weight;
+
+  template <class Head>
+  GRADSCALE_HOST_DEVICE static CrossEntropy of(const Head& head) {
+    return {A(head.entropy_weight)};
+  }
+  // The same with differences d, and the sums of weighted(), in another unit.
+  GRADSCALE_HOST_DEVICE CrossEntropy in_unit(A unit) const {
+    return {entropy_weight * unit};
+  }
 
   GRADSCALE_HOST_DEVICE static A finite(A d) {
     return larger(d, A(kLowest));
@@ -123,7 +141,7 @@ struct CrossEntropy {
     return e * row.per_exponential - row.coefficient * t;
   }
   GRADSCALE_HOST_DEVICE A gradient(const Factors& row, A e, A d, A t) const {
-    if constexpr (kHasEntropy) { // the gradient of the entropy is subtracted from the target
+    if constexpr (kHasEntropy) { // as a target that is lower by the gradient of -w H
       t = t - entropy_weight * (e * row.inverse_sum * (finite(d) - row.expected));
     }
     return gradient(row, e, t);

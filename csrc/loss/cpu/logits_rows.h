@@ -157,9 +157,9 @@ A negative_entropy(const Pass& pass, const Segment& s, int64_t row, Target targe
 template <class A, int options = 0, class Function>
 void with_entropy(const Segment& s, Function function) {
   if (s.head->entropy_weight != 0) {
-    function(CrossEntropy<A, (options | kEntropy)>{A(s.head->entropy_weight)});
+    function(CrossEntropy<A, (options | kEntropy)>::of(*s.head));
   } else {
-    function(CrossEntropy<A, options>{});
+    function(CrossEntropy<A, options>::of(*s.head));
   }
 }
 

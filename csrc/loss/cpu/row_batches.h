@@ -16,7 +16,7 @@ struct RowBatch {
 // centre j, and by differences of logits for a policy. Unused lanes are undefined.
 template <class A>
 struct RowBatchSums {
-  A at[CrossEntropy<A, kSubtractsEntropy>::kSums][kLanes];
+  A at[CrossEntropy<A, 0>::kMostSums][kLanes];
 };
 
 // Elements of 16 rows. Column j holds element j of each row.
@@ -174,9 +174,9 @@ void store_losses(
   A loss[kLanes], entropy[kLanes];
 #pragma omp simd
   for (int64_t i = 0; i < kLanes; ++i) {
-    A row[Formula::kSums] = {sums.at[0][i], sums.at[1][i], sums.at[2][i], sums.at[3][i]};
-    if constexpr (Formula::kSubtracts) {
-      row[Formula::kNegativeEntropy] = sums.at[Formula::kNegativeEntropy][i];
+    A row[Formula::kSums];
+    for (int k = 0; k < Formula::kSums; ++k) {
+      row[k] = sums.at[k][i];
     }
     loss[i] = formula.loss(row);
     entropy[i] = is_policy ? Formula::entropy(row) : A(0);

@@ -254,11 +254,11 @@ class PolicyLoss : public Shape, public LaneLoss {
 
  public:
   using typename Shape::Gradient, typename Shape::Vectors, typename Shape::Values;
-  static constexpr int kSums = RowFormula::kSums, kRowSums = RowFormula::kHasEntropy ? 3 : 2;
+  static constexpr int kSums = RowFormula::kSums, kRowSums = RowFormula::kRowSums;
   static constexpr bool kKeepsDifferences = RowFormula::kHasEntropy;
 
   GRADSCALE_DEVICE PolicyLoss(const BlockOfRows& block, const RowsOfWarp& warp)
-      : LaneLoss(block, warp, kSmooths, Shape::kWidth), entropy_weight_(static_cast<float>(block.head.entropy_weight)) {
+      : LaneLoss(block, warp, kSmooths, Shape::kWidth), formula_(RowFormula::of(block.head)) {
     if constexpr (kIsClass) {
       const Segment& segment = block.segment;
       const auto* classes = static_cast<const int64_t*>(segment.target.data);
@@ -268,7 +268,7 @@ class PolicyLoss : public Shape, public LaneLoss {
 
   GRADSCALE_DEVICE void begin_row(int row_owner, const Vectors&, const Exponent& exponent) {
     owner = row_owner;
-    row_formula_ = {entropy_weight_ * exponent.unit()};
+    row_formula_ = formula_.in_unit(exponent.unit());
     if constexpr (kIsClass) {
       row_class_ = from_owner<Shape::kLanes>(owner, class_);
     }
@@ -315,12 +315,11 @@ class PolicyLoss : public Shape, public LaneLoss {
     const float unit = Exponent(results.maximum).unit();
     sums[RowFormula::kWeighted] *= unit;
     sums[RowFormula::kCorrect] *= unit;
-    const RowFormula formula{entropy_weight_};
-    store(formula.loss(sums), RowFormula::entropy(sums), results.largest_logit, results.square);
+    store(formula_.loss(sums), RowFormula::entropy(sums), results.largest_logit, results.square);
   }
 
  private:
-  float entropy_weight_;
+  const RowFormula formula_;
   RowFormula row_formula_{}; // with the weight for differences in the row's unit
   int32_t class_ = 0, row_class_ = 0;
 };

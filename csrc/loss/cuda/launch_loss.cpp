@@ -85,10 +85,7 @@ int32_t options_of(const Segment& segment) {
     return (head.predicts_p ? kPredictsP : 0) | (mixture == Mixture::probabilities ? kMixesProbabilities : 0) |
            (mixture == Mixture::logarithms ? kMixesLogarithms : 0);
   }
-  const bool is_policy = head.kind == Kind::soft_cross_entropy;
-  return (has_logits(head.kind) && head.label_smoothing != 0 ? kSmoothing : 0) |
-         (is_policy && head.entropy_weight != 0 ? kEntropy : 0) |
-         (is_policy && head.subtract_target_entropy ? kSubtractsEntropy : 0);
+  return has_logits(head.kind) ? row_options(head) : 0;
 }
 
 // The type of these rows, as C++ names it inside of namespace gradscale.

@@ -201,7 +201,7 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
   constexpr int size = kVector<T>;
   const Head& head = task.block.head;
   const LogitsRow<T> row{task.prediction.as<const T>(), task.width, task.group};
-  const Formula formula{static_cast<A>(head.entropy_weight)};
+  const auto formula = Formula::of(head);
   const Smoothing<A> smoothing(head.label_smoothing, task.block.segment.width);
   A largest_finite; // of this thread's logits
   const A maximum = row.maximum(largest_finite);

@@ -228,7 +228,7 @@ class WideRows {
     if (thread_ == 0) {
       sums[Formula::kWeighted] *= exponent.unit();
       sums[Formula::kCorrect] *= exponent.unit();
-      const Formula formula{static_cast<float>(block_.head.entropy_weight)};
+      const auto formula = Formula::of(block_.head);
       const double square = std::is_same_v<G, void> ? 0 : sum(kSquare);
       block_.store(row_, counts, formula.loss(sums), Formula::entropy(sums), {square, maximum(kLargest)});
     }
@@ -259,7 +259,7 @@ class WideRows {
   GRADSCALE_DEVICE float write_gradient(const BinaryExponent& exponent, const float (&sums)[kSums], bool counts) {
     const Segment& s = block_.segment;
     Gradient* const to = first(static_cast<Gradient*>(s.gradient.data), s.gradient.stride);
-    const Formula formula{static_cast<float>(block_.head.entropy_weight) * exponent.unit()};
+    const auto formula = Formula::of(block_.head).in_unit(exponent.unit());
     const auto factors = Formula::factors(sums, approximate_reciprocal(sums[Formula::kSum]), shared(kFactor, 0));
     float square = 0;
     each_vector([&](int c, const float* x, const float* t) {
