@@ -53,7 +53,7 @@ def run(function: str, call: Trajectories) -> tuple[torch.Tensor, ...]:
     flags = (call.terminated, call.truncated, call.mask)
     numbers = (discount, lambda_, *limits, call.n, call.batch_first)
     is_adjoint, wants = False, [False] * 3
-    observations = call.next_values is None and function != "n_step_transitions"
+    observations = call.next_values is None and bool(FUNCTIONS[function].values)
     formula = FORMULAS[function]
     return tuple(torch.ops.gradscale_ext.returns(is_adjoint, formula, wants, observations, *inputs, *flags, *numbers))
 

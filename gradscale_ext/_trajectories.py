@@ -88,7 +88,7 @@ class Function(NamedTuple):
         reads_values: True if it reads values also where next_values are given.
         has_observations: True if values of all T + 1 observations can be given instead of next_values.
         clips: the names of the limits of its ratios; a function without limits has no ratios.
-        has_n: True for n, False for lambda_.
+        has_n: True for n, False for lambda_, which a function without values does not have either.
     """
 
     values: str = "values"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import _context
-from ._trajectories import Trajectories
+from ._trajectories import FUNCTIONS, Trajectories
 
 Tensor = torch.Tensor
 
@@ -32,7 +32,7 @@ def check_values(function: str, call: Trajectories) -> None:
                     f"{function}: ratios must be at least 0, but it has {float(negative[0]):.6g}; if these are "
                     "logarithms, write ratios.exp()"
                 )
-        if call.mask is not None:
+        if call.mask is not None and (FUNCTIONS[function].values or call.n):  # others bootstrap from no value
             _warn_of_padding(function, call, call.mask)
 
 

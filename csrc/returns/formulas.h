@@ -6,6 +6,8 @@
 //   x_t = weight_t (r_t + discount_t share_t B_t - V_t) + carry_t y_{t+1}        (lambda-returns: without V_t)
 //   y_t = scale_t x_t
 //
+// What a function does not take is constant: B is 0, and lambda and the ratio are 1.
+//
 // The adjoint is the transposed recurrence, which carries a gradient from step t - 1 to step t. With g_t the gradient
 // of the results that contain y_t:
 //

@@ -8,7 +8,8 @@
 namespace gradscale {
 
 // The functions over trajectories: name, name of the types of kernels and autograd nodes, number of results, what is
-// read of values, and whether there are ratios. gradscale_ext/_trajectories.py has the same list for Python.
+// read of values, and whether there are ratios. The decorators of gradscale_ext/reference/returns.py say the same for
+// Python.
 //
 // A recurrence is y_t = a_t + b_t y_{t+1}. Its adjoint is the transposed function, y_t = a_t + b_t y_{t-1}. The adjoint
 // turns the gradients of the results into the gradients of rewards, values and next values.
@@ -29,7 +30,7 @@ enum class Formula : int32_t { GRADSCALE_FUNCTIONS(GRADSCALE_ENUMERATOR) };
 #undef GRADSCALE_ENUMERATOR
 
 // The values that a function reads: V of the successors; V of the states too; or Q of the actions and V of the
-// successors, which are two inputs.
+// successors, which are two inputs; none: neither V nor Q.
 enum class Values { none, successors, states, actions };
 
 // The dimensions of strides.
