@@ -79,8 +79,7 @@ struct PolicyScore {
 
   // pi(a) divided by the probability under the policy that chose it. An illegal action has the ratio 0.
   GRADSCALE_HOST_DEVICE static A ratio(A log_prob, A old_log_prob) {
-    const bool is_illegal = log_prob == -static_cast<A>(INFINITY) && old_log_prob == old_log_prob;
-    return is_illegal ? A(0) : exponential(log_prob - old_log_prob);
+    return log_prob == -static_cast<A>(INFINITY) ? A(0) : exponential(log_prob - old_log_prob);
   }
   GRADSCALE_HOST_DEVICE A clamped(A r) const { // NaN stays NaN
     return r < lower ? lower : (upper < r ? upper : r);

@@ -204,7 +204,7 @@ GRADSCALE_DEVICE void scored_row(RowOf<GaussianPolicyGradient<A>>, const RowTask
       for (int k = 0; k < size; ++k) {
         const auto term = NormalTerm<A>::of(means[k], scales[k], actions[k]);
         const bool counts = task.factor.counts && first + k < task.width;
-        of_means[k] = counts ? term.mean_gradient(slope) : A(0);
+        of_means[k] = term.mean_gradient(slope);
         of_scales[k] = counts ? term.log_scale_gradient(slope, weight) : A(0);
         square +=
             scale_gradient.data == nullptr || task.block.segment.shares_scales ? A(0) : of_scales[k] * of_scales[k];
