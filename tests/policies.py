@@ -73,9 +73,9 @@ def inputs_of(name, leading, dtype=torch.float64, device="cpu", seed=0):
         {"p": target},
         steps=len(leading) == 2,
     ).log_probs["p"]
-    target["log_probs"] = log_prob.to(dtype) + numbers(scale=0.3)
+    target["log_probs"] = log_prob.to(dtype) + numbers(scale=0.7)
     if head.kl_weight:
-        target["reference_log_probs"] = log_prob.to(dtype) + numbers(scale=0.3)
+        target["reference_log_probs"] = log_prob.to(dtype) + numbers(scale=0.7)
     return head, prediction, target
 
 
@@ -92,24 +92,32 @@ def doubled(tree):
     return value.double().requires_grad_(tree.requires_grad) if value.is_floating_point() else value
 
 
-BY_HEAD = ("per_step", "entropy", "head_means", "head_losses", "head_gradient_norms", "max_abs_logit")
+BY_HEAD = ("per_step", "expected", "entropy", "head_means", "head_losses", "head_gradient_norms", "max_abs_logit")
 BY_HEAD += ("log_probs", "approx_kl", "clip_fraction")
 
 
 def results_of(head, prediction, target, **options):
     """Everything that a call returns, its gradients, and those of its losses times factors, by name."""
-    out = gs.multi_step_loss({"p": head}, {"p": prediction}, {"p": target}, **options)
-    results = {"loss": out.loss.detach(), "per_sample": out.per_sample}
-    for name in BY_HEAD:
-        if "p" in getattr(out, name):
-            results[name] = getattr(out, name)["p"]
-    factors = (
-        torch.linspace(0.5, 1.5, out.loss.numel(), dtype=out.loss.dtype).to(out.loss.device).reshape(out.loss.shape)
-    )
-    for what, loss in {"gradient": out.loss, "gradient of products": out.loss * factors}.items():
-        for i, gradient in enumerate(torch.autograd.grad(loss.sum(), leaves_of(prediction), retain_graph=True)):
-            results[f"{what} {i}"] = gradient
-    return results
+    out, results = results_by_head({"p": head}, {"p": prediction}, {"p": target}, **options)
+    return {"loss": out.loss.detach(), "per_sample": out.per_sample, **results["p"]}
+
+
+def results_by_head(heads, predictions, targets, **options):
+    """The output of a call; and by head, what it returns for the head, and the gradients, as in results_of()."""
+    out = gs.multi_step_loss(heads, predictions, targets, **options)
+    results = {
+        name: {key: by_head[name] for key in BY_HEAD if name in (by_head := getattr(out, key))} for name in heads
+    }
+    factors = torch.linspace(0.5, 1.5, out.loss.numel(), dtype=out.loss.dtype).to(out.loss.device)
+    leaves = [(name, i, leaf) for name in heads for i, leaf in enumerate(leaves_of(predictions[name]))]
+    for what, loss in {
+        "gradient": out.loss,
+        "gradient of products": out.loss * factors.reshape(out.loss.shape),
+    }.items():
+        gradients = torch.autograd.grad(loss.sum(), [leaf for *_, leaf in leaves], retain_graph=True)
+        for (name, i, _), gradient in zip(leaves, gradients, strict=True):
+            results[name][f"{what} {i}"] = gradient
+    return out, results
 
 
 #: Relative and absolute errors of results and of gradients, which are rounded to the type of the predictions.
@@ -129,21 +137,28 @@ def assert_right(name, leading, dtype, device="cpu", **options):
     found = results_of(head, prediction, target, impl="fused", **options)
     if "mask" in options:
         options["mask"] = options["mask"].cpu()
-    expected = results_of(head, doubled(prediction), doubled(target), impl="reference", **options)
+    assert_close(found, results_of(head, doubled(prediction), doubled(target), impl="reference", **options), dtype)
+
+
+def assert_close(found, expected, dtype):
+    """Results are right for predictions of this type."""
     assert found.keys() == expected.keys()
-    worse = 1 + expected["log_probs"].abs().max().item() / 20 if "log_probs" in expected else 1  # digits of the ratio
+    worse = 1 + largest(expected["log_probs"]) / 20 if "log_probs" in expected else 1  # digits of the ratio
     for key, value in found.items():
         tolerance = TOLERANCES[dtype][key.startswith("gradient")] * worse
         want = expected[key]
-        largest = want if key.startswith("gradient") else expected["per_step"]  # sums are rounded like their terms
-        scale = largest.abs().max().clamp(1e-3, 1e3).item()
-        torch.testing.assert_close(
-            value.double().cpu(),
-            want.double(),
-            rtol=tolerance,
-            atol=tolerance * scale,
-            msg=lambda m, key=key: f"{key}: {m}",
-        )
+        scale = largest(want if key.startswith("gradient") else expected["per_step"])  # sums are rounded like terms
+        if key.startswith("gradient") or key in ("entropy", "head_gradient_norms"):
+            scale = max(scale, 1e-3)  # of a probability near 1, the reference has no digits of 1 - p
+        options = {"rtol": tolerance, "atol": tolerance * min(scale, 1e3), "equal_nan": True}
+        value, want = value.double().cpu(), want.double()
+        if value.shape != want.shape or not torch.allclose(value, want, **options):
+            torch.testing.assert_close(value, want, msg=lambda m, key=key: f"{key}: {m}", **options)
+
+
+def largest(x):
+    """The largest magnitude of finite elements."""
+    return x.double().nan_to_num(0, 0, 0).abs().max().item()
 
 
 def assert_large_ratios_are_right(device="cpu"):
@@ -160,3 +175,71 @@ def assert_large_ratios_are_right(device="cpu"):
         results.append([gradient.cpu().double() for gradient in torch.autograd.grad(out.loss, own["means"])])
     torch.testing.assert_close(*results, rtol=1e-4, atol=0)
     assert results[1][0].abs().min() * 9 > torch.finfo(torch.float32).max
+
+
+INF, NAN = math.inf, math.nan
+RATIOS = {"x": (-1, -INF, NAN, INF), "log_probs": (-1, -3, -INF, NAN, INF), "advantages": (1, -1, 0, NAN)}
+LOGITS = {"x0": (0, 1, -INF), "x1": (0, -INF, NAN), "x2": (0, INF), "actions": (0, 1), "advantages": (1, 0)}
+NORMAL = {"means": (0, 1), "log_stds": (0, -400), "actions": (1, INF, 1e200), "log_probs": (-1, -INF)}
+VALUES = {"x": (INF, -INF, NAN, 0.5, -0.1), "returns": (INF, NAN, 0.25, 1), "values": (INF, NAN, 0, 0.05)}
+#: Infinite and undefined numbers, ties, and numbers that cancel: name -> (head, the values of each column). The rows
+#: are all combinations of the values.
+EXTREMES = {
+    "ppo": (gs.PolicyGradient(dual_clip=3), RATIOS),
+    "no clip": (gs.PolicyGradient(clip=None), RATIOS),
+    "log": (gs.PolicyGradient(surrogate="log"), RATIOS),
+    "cispo": (gs.PolicyGradient(surrogate="cispo", clip=(1, 4)), RATIOS),
+    "k3": (
+        gs.PolicyGradient(surrogate="log", kl_weight=0.5),
+        {"x": (-1, -2, -30, -INF, NAN), "reference_log_probs": (-1, -3, -INF, NAN), "advantages": (0, 1)},
+    ),
+    "near": (
+        gs.PolicyGradient(kl_weight=0.5),
+        {"x": (-1, -1.0001), "log_probs": (-1, -1.0002), "reference_log_probs": (-1, -1.0003), "advantages": (0,)},
+    ),
+    "impossible": (gs.PolicyGradient(), {"x": (-INF,), "log_probs": (-INF,), "advantages": (1, 0)}),
+    "unknown": (gs.PolicyGradient(), {"x": (-INF,), "log_probs": (NAN,), "advantages": (1, 0)}),
+    "logits": (gs.PolicyGradient(surrogate="log"), LOGITS),
+    "wide logits": (gs.PolicyGradient(surrogate="log"), LOGITS),
+    "entropy": (gs.PolicyGradient(surrogate="log", entropy_weight=0.1), LOGITS),
+    "wide entropy": (gs.PolicyGradient(surrogate="log", entropy_weight=0.1), LOGITS),
+    "certain": (
+        gs.PolicyGradient(surrogate="log"),
+        {"x0": (40, 41), "x1": (0, 1), "x2": (0,), "actions": (0,), "advantages": (1, 2)},
+    ),
+    "normal": (gs.GaussianPolicyGradient(), {**NORMAL, "advantages": (1, 0)}),
+    "normal log": (gs.GaussianPolicyGradient(surrogate="log"), {**NORMAL, "advantages": (0,)}),
+    "infinite entropy": (
+        gs.GaussianPolicyGradient(),
+        {"means": (0,), "log_stds": (INF, 0), "actions": (0,), "log_probs": (-1,), "advantages": (1, -1)},
+    ),
+    "value": (gs.ClippedSquaredError(), VALUES),
+    "value in place": (gs.ClippedSquaredError(clip=0), VALUES),
+    "value without clip": (gs.ClippedSquaredError(clip=None), VALUES),
+}
+
+
+def extremes_of(name, device="cpu"):
+    """Head, prediction and target of a case of EXTREMES in float64, without steps. Predictions require grad."""
+    head, columns = EXTREMES[name]
+    rows = torch.cartesian_prod(*(torch.tensor(values, dtype=torch.float64) for values in columns.values()))
+    rows = rows[torch.arange(80) % len(rows)].to(device)  # the same number of rows for all
+    fields = dict(zip(columns, rows.unbind(-1), strict=True))
+    if isinstance(head, gs.GaussianPolicyGradient):
+        fields["actions"] = fields["actions"].unsqueeze(-1)
+        prediction = {what: fields.pop(what).unsqueeze(-1).requires_grad_() for what in ("means", "log_stds")}
+        return head, prediction, fields
+    if "x" in fields:
+        return head, fields.pop("x").clone().requires_grad_(), fields
+    logits = torch.stack([fields.pop(what) for what in ("x0", "x1", "x2")], -1)
+    fields["actions"] = fields["actions"].long()
+    return head, torch.nn.functional.pad(logits, (0, 37 if "wide" in name else 0)).requires_grad_(), fields
+
+
+def assert_extremes_are_right(name, device="cpu"):
+    """Compare the kernels with the reference."""
+    head, prediction, target = extremes_of(name, device)
+    options = {"steps": False, "reduction": "none"}
+    found = results_of(head, prediction, target, impl="fused", **options)
+    expected = results_of(head, doubled(prediction), doubled(target), impl="reference", **options)
+    assert_close(found, expected, torch.float64)

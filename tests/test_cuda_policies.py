@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from policies import CASES, assert_large_ratios_are_right, assert_right, inputs_of, leaves_of
+from policies import (
+    CASES,
+    EXTREMES,
+    assert_extremes_are_right,
+    assert_large_ratios_are_right,
+    assert_right,
+    inputs_of,
+    leaves_of,
+)
 from test_cuda import device
 
 import gradscale_ext as gs
@@ -36,6 +44,11 @@ def test_other_gradients_of_the_loss(name, device):
 
 def test_large_ratios(device):
     assert_large_ratios_are_right(device)
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extremes(name, device):
+    assert_extremes_are_right(name, device)
 
 
 def test_infinite_clipped_values(device):

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from policies import CASES, assert_large_ratios_are_right, assert_right, inputs_of, leaves_of, results_of
+from policies import (
+    CASES,
+    EXTREMES,
+    assert_extremes_are_right,
+    assert_large_ratios_are_right,
+    assert_right,
+    inputs_of,
+    leaves_of,
+    results_of,
+)
 
 import gradscale_ext as gs
 
@@ -100,6 +109,11 @@ def test_only_one_field_of_a_prediction_requires_grad():
 
 def test_large_ratios():
     assert_large_ratios_are_right()
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extremes(name):
+    assert_extremes_are_right(name)
 
 
 def test_samples_that_are_skipped():
