@@ -294,7 +294,7 @@ struct Pass {
 // Computes loss, detail, metrics and gradient of rows begin to end - 1 of a segment. `scratch` holds
 // scratch_elements(width) doubles.
 using RunRows = void (*)(const Pass&, const Segment&, int64_t begin, int64_t end, double* scratch);
-extern const RunRows run_rows_kernel;
+extern RunRows run_rows_kernel; // not const, because tests replace it
 
 // Sums over samples: their part of the loss, and the number of those whose loss is not finite.
 struct LossSums {
@@ -316,7 +316,7 @@ inline int64_t elements_of_block(const Pass& pass) {
 // Stores the loss of each sample of the block that begins with sample `first`, and its sums. `scratch` holds
 // elements_of_block() doubles.
 using SumSamples = void (*)(const Pass&, bool is_double, int64_t first, double* scratch, BlockSums&);
-extern const SumSamples sum_samples_kernel;
+extern SumSamples sum_samples_kernel;
 
 // ---- On a device ----------------------------------------------------------------------------------------------------
 

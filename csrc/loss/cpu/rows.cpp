@@ -13,7 +13,7 @@
 
 namespace gradscale {
 
-const RunRows run_rows_kernel = GRADSCALE_CPU_KERNEL(run_rows);
+RunRows run_rows_kernel = GRADSCALE_CPU_KERNEL(run_rows);
 
 } // namespace gradscale
 

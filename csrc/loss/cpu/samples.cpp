@@ -10,7 +10,7 @@
 
 namespace gradscale {
 
-const SumSamples sum_samples_kernel = GRADSCALE_CPU_KERNEL(sum_samples);
+SumSamples sum_samples_kernel = GRADSCALE_CPU_KERNEL(sum_samples);
 
 } // namespace gradscale
 
