@@ -3,7 +3,7 @@
 
 #include "../formulas/element.h"
 #include "device.h"
-#include "rows.cuh"
+#include "thread_group.cuh"
 
 namespace gradscale {
 

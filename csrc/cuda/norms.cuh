@@ -9,7 +9,7 @@
 
 #include "../formulas/norms.h"
 #include "lanes.cuh"
-#include "rows.cuh"
+#include "thread_group.cuh"
 
 namespace gradscale {
 

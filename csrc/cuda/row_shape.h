@@ -91,7 +91,7 @@ GRADSCALE_HOST_DEVICE int32_t rounded_rows_per_warp(int32_t rows_per_warp, int32
 // ---- Rows that lanes or a block own --------------------------------------------------------------------------------
 
 struct RowLanes {
-  int32_t per_row;     // 0: a group of threads owns the row (rows.cuh); kRowThreads: a block (WideRows)
+  int32_t per_row;     // 0: a group of threads owns the row (thread_group.cuh); kRowThreads: a block (WideRows)
   int32_t vector_size; // elements that a lane owns next to each other; depends only on the width and the types
   bool at_once;        // vectors are aligned, and a lane accesses one at once; otherwise element by element
 };

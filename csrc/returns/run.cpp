@@ -347,9 +347,9 @@ std::array<at::Tensor, 3 + kClips> read_operands(const LinearCall& linear, c10::
   return made;
 }
 
-// Splits the gradient of values that an adjoint's kernel writes. The returned tensors are parts of the gradient that are
-// added one step later, after the kernel: an observation is the state of its step and the successor of the step before,
-// and an advantage of V-trace contains the next step's target.
+// Splits the gradient of values that an adjoint's kernel writes. The returned tensors are parts of the gradient that
+// are added one step later, after the kernel: an observation is the state of its step and the successor of the step
+// before, and an advantage of V-trace contains the next step's target.
 std::vector<at::Tensor> split_values(
     const LinearCall& linear, const ReturnsCall& call, std::array<at::Tensor, kOutputs>& outputs) {
   const at::Tensor to_values = outputs[1];

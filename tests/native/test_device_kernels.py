@@ -27,14 +27,14 @@ IN_GLOBAL = "data race in global memory: "
 FAULTS = {
     "missing barrier": (
         "rows of a block",
-        "cuda/rows.cuh",
+        "cuda/thread_group.cuh",
         "      __syncthreads();\n      value = static_cast<T>(shared[0]);",
         "      value = static_cast<T>(shared[0]);",
         IN_SHARED,
     ),
     "missing barrier before the next sum": (
         "rows of a block",
-        "cuda/rows.cuh",
+        "cuda/thread_group.cuh",
         "      __syncthreads(); // what was in shared memory has been read\n",
         "",
         IN_SHARED,
@@ -125,7 +125,7 @@ FAULTS = {
     ),
     "write past the end of a row": (
         "rows of a block",
-        "cuda/rows.cuh",
+        "cuda/thread_group.cuh",
         "    if (j >= 0 && j < width) {\n      row[j]",
         "    if (j >= 0 && j < width + 1) {\n      row[j]",
         IN_GLOBAL,
@@ -139,14 +139,14 @@ FAULTS = {
     ),
     "divergent barrier": (
         "rows of a block",
-        "cuda/rows.cuh",
+        "cuda/thread_group.cuh",
         "      __syncthreads(); // what was in shared memory has been read\n",
         "      if (threadIdx.x < 64) {\n        __syncthreads();\n      } else {\n        __syncthreads();\n      }\n",
         r"divergent barrier: warp \d+ waits in another one",
     ),
     "misaligned load": (
         "rows of a block",
-        "cuda/rows.cuh",
+        "cuda/thread_group.cuh",
         "A* out) {\n  if (size % kVector<T> == 0 && first >= 0 && first + size <= width && aligned(row + first)) {",
         "A* out) {\n  if (size % kVector<T> == 0 && first >= 0 && first + size <= width) {",
         "misaligned address 0x.*[48c] of lane",
@@ -160,7 +160,7 @@ FAULTS = {
     ),
     "lanes that skip a shuffle": (
         "rows of a block",
-        "cuda/rows.cuh",
+        "cuda/thread_group.cuh",
         "      value = combine(value, __shfl_xor_sync(kWholeWarp, value, distance));",
         "      if (rank != 3) {\n"
         "        value = combine(value, __shfl_xor_sync(kWholeWarp, value, distance));\n"

@@ -549,7 +549,7 @@ def check(processor: str, library: Path, sources: Path) -> None:
 
 def test_faults_of_the_cpu(sources, tmp_path):
     flags = ["-std=c++20", "-fopenmp-simd", "-w", "-DGRADSCALE_X86_VARIANTS=0", str(sources / "loss/cpu/samples.cpp")]
-    check("cpu", compile_library(tmp_path / "kernels.so", sources / "loss/cpu/rows.cpp", *flags), sources)
+    check("cpu", compile_library(tmp_path / "kernels.so", sources / "loss/cpu/loss_rows.cpp", *flags), sources)
 
 
 def test_faults_of_a_gpu(sources, driver):

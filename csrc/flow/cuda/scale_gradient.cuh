@@ -5,7 +5,7 @@
 // scale_broadcast   all others. A thread computes one element, and finds its scale by the strides.
 #pragma once
 
-#include "../../cuda/rows.cuh"
+#include "../../cuda/thread_group.cuh"
 #include "../kernels.h"
 
 namespace gradscale {

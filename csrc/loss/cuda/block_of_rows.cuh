@@ -10,7 +10,7 @@
 // have fewer.
 #pragma once
 
-#include "../../cuda/rows.cuh"
+#include "../../cuda/thread_group.cuh"
 #include "../kernels.h"
 
 namespace gradscale {

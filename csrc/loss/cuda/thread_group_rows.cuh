@@ -2,7 +2,7 @@
 // one distribution, and the heads of regression_heads.h. ThreadGroupRows of multi_step_loss.cuh is their kind of rows.
 #pragma once
 
-#include "../../cuda/rows.cuh"
+#include "../../cuda/thread_group.cuh"
 #include "../../formulas/cross_entropy.h"
 #include "../../formulas/targets.h"
 #include "../regression_heads.h"

@@ -2,14 +2,14 @@
 //
 // decode_by_lanes        float and half types, widths that are known at compile time, raw centres up to 2^40: rows of
 //                        lane_rows.cuh
-// decode_by_groups        all others: rows of rows.cuh
+// decode_by_groups        all others: rows of thread_group.cuh
 //
 // Bytes: logits are read from memory once, and a gradient is written once. Groups read the logits again from the cache:
 // twice to decode, five times for a gradient.
 #pragma once
 
 #include "../../cuda/lane_rows.cuh"
-#include "../../cuda/rows.cuh"
+#include "../../cuda/thread_group.cuh"
 #include "../kernels.h"
 
 namespace gradscale {

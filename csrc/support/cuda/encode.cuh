@@ -1,7 +1,7 @@
 // The kernels that write distributions over the bins of a support: encode and project.
 #pragma once
 
-#include "../../cuda/rows.cuh"
+#include "../../cuda/thread_group.cuh"
 #include "../../formulas/targets.h"
 #include "../kernels.h"
 

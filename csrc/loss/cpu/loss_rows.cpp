@@ -8,7 +8,7 @@
 #ifndef GRADSCALE_VARIANT
 #include "../kernels.h"
 
-#define GRADSCALE_KERNELS "../loss/cpu/rows.cpp"
+#define GRADSCALE_KERNELS "../loss/cpu/loss_rows.cpp"
 #include "../../cpu/each_instruction_set.h"
 
 namespace gradscale {
@@ -18,7 +18,7 @@ RunRows run_rows_kernel = GRADSCALE_CPU_KERNEL(run_rows);
 } // namespace gradscale
 
 #else
-#include "../../cpu/rows.h"
+#include "../../cpu/softmax.h"
 #include "../../formulas/cross_entropy.h"
 #include "../../formulas/distributions.h"
 #include "../../formulas/elementary.h"

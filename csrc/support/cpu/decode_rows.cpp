@@ -4,7 +4,7 @@
 
 #include <limits>
 
-#define GRADSCALE_KERNELS "../support/cpu/rows.cpp"
+#define GRADSCALE_KERNELS "../support/cpu/decode_rows.cpp"
 #include "../../cpu/each_instruction_set.h"
 
 namespace gradscale {
@@ -15,7 +15,7 @@ const ProjectRows project_rows_kernel = GRADSCALE_CPU_KERNEL(project_rows);
 } // namespace gradscale
 
 #else
-#include "../../cpu/rows.h"
+#include "../../cpu/softmax.h"
 
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
