@@ -52,6 +52,10 @@ CLAIMS = {
         ),
     },
     "docs/design.md": {
+        "`tests/native/test_formulas.py` replaces an expression of the formulas of logits and policies at a time, and "
+        "checks that exactly the kernels that use it give wrong results.": (
+            "tests/native/test_formulas.py::test_faults_of_the_cpu"
+        ),
         "The `detach` formulas are right in every context of the matrix, except that they round the last bit of the "
         "value.": "tests/test_docs.py::test_the_detach_formulas_are_wrong_in_the_last_bit_only",
         "Every level of PyTorch then treats them as native, and one mechanism is right in every context of the "
