@@ -170,12 +170,12 @@ GRADSCALE_DEVICE void change_range(const T* from, T* to, int32_t size, const Thr
   const Windows<T> windows(from, size);
   const auto is_whole = [=](int32_t first) { return first >= 0 && first + kVector<T> <= size; };
   for (int32_t begin = group.rank; begin < windows.count; begin += kAhead * group.size) {
-    Vector<T> now[kAhead];
+    Vector16<T> now[kAhead];
 #pragma unroll
     for (int c = 0; c < kAhead; ++c) {
       const int32_t first = windows.first(begin + c * group.size);
       if (is_whole(first)) {
-        now[c] = load16<Vector<T>>(from + first);
+        now[c] = load16<Vector16<T>>(from + first);
       }
     }
 #pragma unroll
