@@ -4,6 +4,7 @@ coverage tracing."""
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import sys
 
@@ -70,6 +71,12 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker("cpu_kernels"):
                 item.add_marker(pytest.mark.skip(reason="tests the CPU kernels, which the simulated kernels replace"))
+
+
+def pytest_runtest_setup():
+    """Hide all objects from the garbage collector, because many tests collect, or look at all objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

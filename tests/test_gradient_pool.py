@@ -55,15 +55,6 @@ def addresses(tensors):
     return {tensor.data_ptr() for tensor in tensors}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _few_objects():
-    """Let gc.collect() below visit only the objects of this module, which takes a thousandth of the time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
 def _empty():
     gc.collect()
