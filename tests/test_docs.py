@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
+import os
 import re
-import subprocess
-import sys
+import socket
 from pathlib import Path
 
 import pytest
 import torch
+from processes import one_server, start_processes
 
 import gradscale_ext as gs
 
@@ -79,12 +80,20 @@ def test_shown_output_is_printed(capsys):
         assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == output.splitlines()
 
 
+def run_snippet(rank, snippet, port):
+    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= ranks | {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    exec(compile(snippet, "snippet", "exec"), {"__name__": "__main__"})
+
+
+@one_server
 @pytest.mark.parametrize("snippet", [param for param in SNIPPETS if "init_process_group" in param.values[0]])
-def test_distributed_snippets_run_under_torchrun(snippet, tmp_path):
-    (tmp_path / "script.py").write_text(snippet)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
-    done = subprocess.run(torchrun, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+def test_distributed_snippets_run_on_two_ranks(snippet):
+    """With the environment of torchrun."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    start_processes(2, run_snippet, snippet, port)
 
 
 def test_old_and_new_code_of_the_readme_agree():

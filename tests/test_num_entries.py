@@ -252,7 +252,7 @@ def check(function: Callable[[int], None]) -> Callable[[int], None]:
 def micro_batches_of_two_ranks(rank: int) -> None:
     """The average over the ranks of the sums over micro-batches is the gradient of the whole batch."""
     parts = [PARTS[:2], PARTS[2:]]
-    for reduction, compiled in itertools.product(REDUCTIONS, (False, True)):
+    for reduction, compiled in (("mean", False), ("valid_mean", False), ("valid_mean", True)):
         heads = LOSSES if compiled else HEADS
         predictions, targets = arguments(batch=BATCH, steps=STEPS, heads=heads)
         truth = gs.reference.multi_step_loss(heads, predictions, targets, reduction=reduction, **OPTIONS)
