@@ -273,8 +273,7 @@ def test_kernels_for_short_and_long_lists_of_tensors_are_compiled():
 @pytest.mark.parametrize("into", [False, pytest.param(True, marks=pytest.mark.any_version)])
 def test_command(cache, tmp_path, into, capsys, monkeypatch):
     monkeypatch.setattr(precompile, "loss_calls", lambda dtype, actions: [])
-    if into:
-        monkeypatch.setattr(precompile, "other_calls", lambda dtype: [scaled])
+    monkeypatch.setattr(precompile, "other_calls", lambda dtype: [scaled])
     for home in ("HOME", "USERPROFILE"):
         monkeypatch.setenv(home, str(tmp_path))
     folder = tmp_path / "kernels" if into else cache

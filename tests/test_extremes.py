@@ -6,6 +6,7 @@ and logits a quarter, of the largest number.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import exact
@@ -130,27 +131,27 @@ def test_negative_cosine(dtype):
 @pytest.mark.parametrize("prediction", ["q", "p"])
 def test_categorical_kl(prediction, dtype):
     generator = np.random.default_rng(0)
-    for unimix in (0.0, 5e-324, 1e-300, 1e-45, 1e-38, 1e-30, 1e-20, 1e-8, 0.01, 1.0):
-        for free_nats in (0.0, 1e-30, 1e30):
-            shape = (4, 2, generator.choice([1, 2, 3, 17]))
-            x, target = (drawn_logits(dtype, shape, generator) for _ in range(2))
-            head = gs.CategoricalKL(unimix=unimix, free_nats=free_nats, prediction=prediction)
-            check_rows(head, x, target)
+    shares = (0.0, 5e-324, 1e-300, 1e-45, 1e-38, 1e-30, 1e-20, 1e-8, 0.01, 1.0)
+    pairs = list(itertools.product(shares, (0.0, 1e-30, 1e30)))
+    for unimix, free_nats in pairs[prediction == "p" :: 2]:
+        shape = (4, 2, generator.choice([1, 2, 3, 17]))
+        x, target = (drawn_logits(dtype, shape, generator) for _ in range(2))
+        check_rows(gs.CategoricalKL(unimix=unimix, free_nats=free_nats, prediction=prediction), x, target)
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 @pytest.mark.parametrize("subtract_target_entropy", [False, True])
 def test_soft_cross_entropy(subtract_target_entropy, dtype):
     generator = np.random.default_rng(0)
-    for label_smoothing in (0.0, 5e-324, 1e-30, 0.1, 1.0):
-        for entropy_weight in (0.0, 1e-300, 1e-30, 0.1, -1e30):
-            shape = (4, generator.choice([1, 3, 17, 41]))
-            head = gs.SoftCrossEntropy(
-                label_smoothing=label_smoothing,
-                entropy_weight=entropy_weight,
-                subtract_target_entropy=subtract_target_entropy,
-            )
-            check_rows(head, drawn_logits(dtype, shape, generator), drawn_probabilities(dtype, shape, generator))
+    pairs = list(itertools.product((0.0, 5e-324, 1e-30, 0.1, 1.0), (0.0, 1e-300, 1e-30, 0.1, -1e30)))
+    for label_smoothing, entropy_weight in pairs[subtract_target_entropy::2]:
+        shape = (4, generator.choice([1, 3, 17, 41]))
+        head = gs.SoftCrossEntropy(
+            label_smoothing=label_smoothing,
+            entropy_weight=entropy_weight,
+            subtract_target_entropy=subtract_target_entropy,
+        )
+        check_rows(head, drawn_logits(dtype, shape, generator), drawn_probabilities(dtype, shape, generator))
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
@@ -189,7 +190,7 @@ def test_heads_with_supports(support, dtype):
     generator = np.random.default_rng(0)
     heads = [gs.TwoHot(support, label_smoothing=amount) for amount in (0.0, 1e-30, 0.1)]
     heads += [gs.HLGauss(support, sigma_ratio=ratio) for ratio in (0.75, 0.05, 20.0, 5e-324, 1e-30, 1e30, 1e300)]
-    for head in heads:
+    for head in heads[(SUPPORTS.index(support) + DTYPES.index(dtype)) % 2 :: 2]:  # each head in one of the dtypes
         logits = drawn_logits(dtype, (6, support.num_bins), generator)
         check_rows(head, logits, drawn_scalars(dtype, support, 6, generator), tolerance=16.0)
 
