@@ -15,7 +15,7 @@ from test_loss import ALL_HEADS
 import gradscale_ext as gs
 
 ROWS = 70
-# A CPU kernel computes 16 rows side by side, and a row alone has each place in the first two groups and in the last one.
+# A CPU kernel computes 16 rows side by side: a row alone has each place of the first two groups and of the last one.
 ALONE = (*range(33), *range(63, ROWS))
 # Rows of at most 32 elements are computed side by side.
 WIDTHS = (*range(2, 10), 12, 15, 16, 17, 20, 24, 31, 32, 33, 51, 101, 255, 601, 1501)

@@ -398,6 +398,7 @@ def test_reprs():
     assert "max_norm=tensor([1., 2.])" in repr(gs.ClipGradientNorm(torch.tensor([1.0, 2.0]), batch_dims=1))
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", MODULES)
 def test_a_schedule_does_not_recompile(name):
     module = MODULES[name]()
@@ -649,12 +650,13 @@ GRADIENT_PATHS = {
     "transform": lambda operator, x, g: torch.func.vjp(operator, x)[1](g)[0],
     "compiled": lambda operator, x, g: _eager_gradient(_compiled(operator, backend="aot_eager"), x, g),
 }
-
-
-@pytest.mark.parametrize("path", GRADIENT_PATHS)
-@pytest.mark.parametrize(
-    "kind", [float, lambda limit: torch.tensor(limit, dtype=torch.float64)], ids=["number", "tensor"]
+every_gradient_path = pytest.mark.parametrize(
+    "path", ["kernel", "operations", "transform", pytest.param("compiled", marks=pytest.mark.compiled)]
 )
+
+
+@every_gradient_path
+@pytest.mark.parametrize("kind", ["number", "tensor"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_limits_are_float64_numbers(dtype, kind, path):
     """A limit may be out of the gradient's range. Only the result is rounded to the gradient's dtype."""
@@ -671,12 +673,13 @@ def test_limits_are_float64_numbers(dtype, kind, path):
         ("normalize", [1e30, 1.0], 1e-42),
     ):
         g = torch.tensor(elements).to(dtype)
-        operator = with_norm(rule, kind(limit))
+        given = torch.tensor(limit, dtype=torch.float64) if kind == "tensor" else limit
+        operator = with_norm(rule, given)
         found = GRADIENT_PATHS[path](operator, torch.zeros_like(g), g)
         for module in (gs.reference.clip_gradient_norm, gs.reference.normalize_gradient):
             if module.__name__.startswith(rule):
                 torch.testing.assert_close(
-                    _eager_gradient(lambda x, f=module, m=limit: f(x, kind(m)), torch.zeros_like(g), g), found
+                    _eager_gradient(lambda x, f=module, m=given: f(x, m), torch.zeros_like(g), g), found
                 )
         wide = g.to(torch.complex128 if dtype.is_complex else torch.float64)
         expected = (wide * coefficient(rule, norms(g, 0, 2.0), torch.tensor(limit, dtype=torch.float64))).to(dtype)
@@ -684,7 +687,7 @@ def test_limits_are_float64_numbers(dtype, kind, path):
         torch.testing.assert_close(found, expected, rtol=4 * torch.finfo(dtype).eps, atol=2e-7 * smallest)
 
 
-@pytest.mark.parametrize("path", GRADIENT_PATHS)
+@every_gradient_path
 def test_bounds_are_float64_numbers(path):
     """Equal numbers in float32 may be different bounds."""
     g = torch.tensor([2.0, 2.0, INF, 0.0])
@@ -694,7 +697,7 @@ def test_bounds_are_float64_numbers(path):
     torch.testing.assert_close(found, torch.tensor([NAN, 1.0, INF, 0.0]), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("path", GRADIENT_PATHS)
+@every_gradient_path
 @pytest.mark.parametrize("scale", [1e-50, 1e-42, 1e40, 1 / 3])
 def test_scales_are_rounded_to_the_type_of_the_product(path, scale):
     g = torch.tensor([0.0, 2.0, INF, 3e38])

@@ -332,16 +332,10 @@ for _ in range(20):
     assert same(gradients())
 stop.set()
 print(good)
-""")
-    assert written.split() == ["20"]
-
-
-def test_gradients_outlive_the_interpreter():
-    run("""
-import sys
-sys.late = gradients()
+sys.late = gradients()  # memory of the pool may outlive the interpreter
 torch.kept = gradients()
 """)
+    assert written.split() == ["20"]
 
 
 # ---- Compiled losses ------------------------------------------------------------------------------------------------
@@ -358,6 +352,7 @@ def compiled():
     return call
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_compiled_gradients_are_multiplied(dtype):
     predictions = {
@@ -370,6 +365,7 @@ def test_compiled_gradients_are_multiplied(dtype):
         torch.testing.assert_close(list(call(predictions, factor)), expected, equal_nan=True)
 
 
+@pytest.mark.compiled
 def test_the_gradients_of_a_retained_compiled_loss():
     with torch._functorch.config.patch(donated_buffer=False):
         loss = torch.compile(lambda *args: function(*args).loss, backend="aot_eager")(PREDICTIONS, TARGETS)
@@ -383,6 +379,7 @@ def test_the_gradients_of_a_retained_compiled_loss():
     torch.testing.assert_close(last, expected)
 
 
+@pytest.mark.compiled
 def test_compiled_gradients_are_not_overwritten_by_later_calls():
     call = compiled()
     first = call()
@@ -393,6 +390,7 @@ def test_compiled_gradients_are_not_overwritten_by_later_calls():
     assert all(map(torch.equal, first, copies))
 
 
+@pytest.mark.compiled
 def test_compiled_losses_in_a_loop_hold_the_memory_of_one():
     call = compiled()
     for _ in range(3):
@@ -400,12 +398,14 @@ def test_compiled_losses_in_a_loop_hold_the_memory_of_one():
     assert gs.empty_cache() <= BYTES + 4096 * 6
 
 
+@pytest.mark.compiled
 def test_compiled_gradients_of_saved_tensors_that_were_copied():
     with torch.autograd.graph.save_on_cpu():
         actual = compiled()()
     torch.testing.assert_close(actual, gradients())
 
 
+@pytest.mark.compiled
 def test_saved_gradients_that_something_else_holds_are_not_changed():
     held, before = [], []
 

@@ -645,17 +645,20 @@ def test_bench_compares_like_with_like():
         torch.testing.assert_close(fused, eager)
 
 
-@pytest.mark.parametrize("as_json", [False, True])
-def test_report_without_the_extension(as_json, tmp_path):
+def test_report_without_the_extension(tmp_path, monkeypatch, capsys):
     """The report runs, and gives instructions."""
     ignored = shutil.ignore_patterns("_C.*.so", "_C.*.pyd", "_build.py", "__pycache__")
     shutil.copytree(gradscale_ext.__path__[0], tmp_path / "gradscale_ext", ignore=ignored)
     # -S disables the site module, through which an editable installation would find its compiled extension.
-    command = [sys.executable, "-S", "-m", "gradscale_ext", *(["--json"] if as_json else [])]
+    command = [sys.executable, "-S", "-m", "gradscale_ext", "--json"]
     environ = {**os.environ, "PYTHONPATH": str(Path(torch.__file__).parent.parent)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ)
     assert (done.returncode, done.stderr) == (1, "")
-    found = json.loads(done.stdout) if as_json else dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
-    assert found["torch"] == torch.__version__
-    assert found["problem"].startswith("gradscale_ext is not compiled here")
-    assert commands_in(found["problem"]) == ["python -m pip install -e ."]
+    found = json.loads(done.stdout)
+    monkeypatch.setattr(sys, "argv", ["gradscale_ext"])
+    assert report.without_extension(found["problem"]) == 1
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    for facts in (found, lines):
+        assert facts["torch"] == torch.__version__
+        assert facts["problem"].startswith("gradscale_ext is not compiled here")
+        assert commands_in(facts["problem"]) == ["python -m pip install -e ."]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import functools
 import graphlib
 import re
 from pathlib import Path
@@ -116,6 +117,7 @@ MODULES = {
 }
 
 
+@functools.cache
 def imports(module: str, for_types: bool = True) -> set[str]:
     """Modules that a module of the package imports anywhere in its file, with or without imports for types alone."""
     path, found = MODULES[module], set()

@@ -97,13 +97,19 @@ def test_every_output(reduction, impl):
     compare(found, truth, predictions)
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_a_count_of_zero_is_one(impl):
+@pytest.mark.parametrize(
+    ("impl", "dtypes"),
+    [
+        *itertools.product(["fused", "reference"], [(torch.int64, torch.float32, torch.float64)]),
+        *[pytest.param(impl, [torch.int64], marks=pytest.mark.compiled) for impl in ("operator", "compiled")],
+    ],
+)
+def test_a_count_of_zero_is_one(impl, dtypes):
     """As with "valid_mean", a head without an entry has a loss of 0, and a divisor of 1."""
     x = torch.ones(2, 3, requires_grad=True)
     heads = {"a": gs.PerStepLoss()}
     for mask, total in ((torch.zeros(2, 3, dtype=torch.bool), 0.0), (None, 6.0)):
-        for dtype in (torch.int64, torch.float32, torch.float64):
+        for dtype in dtypes:
             counts = {"a": torch.zeros((), dtype=dtype)}
             out = run(impl, heads, {"a": x}, {}, mask=mask, reduction="valid_mean", num_entries=counts)
             assert out.loss.item() == total

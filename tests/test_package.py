@@ -14,7 +14,8 @@ import sysconfig
 import pytest
 
 import gradscale_ext as gs
-from gradscale_ext import _native
+from gradscale_ext import __main__, _native
+from gradscale_ext.cli import report
 
 MODULES = sorted(module.name for module in pkgutil.walk_packages(gs.__path__, "gradscale_ext."))
 
@@ -54,28 +55,22 @@ def test_report():
     assert gs.__version__ in done.stdout
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["-m", "gradscale_ext", "--version"],
-        ["-c", "from gradscale_ext.cli import report; report.without_extension('not compiled')", "--version"],
-    ],
-)
-def test_version(command):
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, f"gradscale_ext {gs.__version__}\n")
+@pytest.mark.parametrize("main", [__main__.main, lambda: report.without_extension("not compiled")])
+def test_version(main, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gradscale_ext", "--version"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    assert capsys.readouterr().out == f"gradscale_ext {gs.__version__}\n"
 
 
 def test_a_closed_pipe_ends_the_report_silently():
     command = [sys.executable, "-m", "gradscale_ext"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as report:
-        report.stdout.close()
-        assert report.stderr.read() == ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
 
 
 def test_report_of_a_failed_self_check(capsys, monkeypatch):
-    from gradscale_ext import __main__
-
     assert __main__.print_report() == 0
     monkeypatch.setattr(
         gs.reference, "multi_step_loss", lambda *a: gs.multi_step_loss(a[0], a[1], {"value": [a[2]["value"][0] + 1]})
