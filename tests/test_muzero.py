@@ -532,15 +532,21 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: ".".join(map(str, change[:-1])) + str(len(change)))
-def test_an_incomplete_checkpoint_is_rejected(change, tmp_path, monkeypatch):
-    path = tmp_path / "cartpole-seed0" / "checkpoint.pt"
-    path.parent.mkdir()
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("run") / "checkpoint.pt"
     run = Training(Configuration(minimum_replay=20))
     while len(run.replay) < 20:
         run.step()
     run.save(path)
-    torch.save(changed(torch.load(path, weights_only=False), *change), path)
+    return path
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: ".".join(map(str, change[:-1])) + str(len(change)))
+def test_an_incomplete_checkpoint_is_rejected(change, checkpoint, tmp_path, monkeypatch):
+    path = tmp_path / "cartpole-seed0" / "checkpoint.pt"
+    path.parent.mkdir()
+    torch.save(changed(torch.load(checkpoint, weights_only=False), *change), path)
     line = error_line(monkeypatch, tmp_path, "--minimum-replay=20")
     assert line.startswith(f"error: {path} cannot be read as a checkpoint: ")
     assert line.endswith(". Use another --directory, or --fresh to delete this run.")

@@ -136,7 +136,8 @@ def test_compiled(name):
         return out.loss, out.log_probs, out.approx_kl, out.clip_fraction, out.entropy
 
     leaves = leaves_of(prediction)
-    expected, found = loss(prediction, target), torch.compile(loss, fullgraph=True)(prediction, target)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")  # test_inductor.py has a program of each head
+    expected, found = loss(prediction, target), compiled(prediction, target)
     torch.testing.assert_close(found, expected)
     gradients = [torch.autograd.grad(results[0], leaves) for results in (found, expected)]
     torch.testing.assert_close(*gradients)
@@ -154,6 +155,7 @@ def test_fake_tensors_have_the_shapes_of_results(name):
     torch.testing.assert_close(exported(prediction, target), loss(prediction, target))
 
 
+@pytest.mark.compiled
 def test_a_mask_without_steps_in_a_graph():
     head, prediction, target = inputs_of("ppo 4", (9,))
     mask = torch.arange(9) % 2 == 0
