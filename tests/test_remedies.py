@@ -323,6 +323,7 @@ def wrapped_loss(x, target):
 torch.fx.wrap("wrapped_loss")
 
 
+@pytest.mark.compiled
 def test_mistakes_are_found_while_compiling():
     predictions, targets = arguments()
     function = torch.compile(
