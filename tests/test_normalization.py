@@ -854,6 +854,7 @@ def test_two_ranks_are_one(name: str, outcomes: Path) -> None:
 
 
 @one_server
+@pytest.mark.any_version
 @pytest.mark.compiled
 def test_collectives_compiled_by_inductor(tmp_path: Path) -> None:
     check = functools.partial(compare_gradients_of_entries, backend="inductor")
