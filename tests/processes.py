@@ -57,6 +57,25 @@ def start_processes(number: int, function: Callable[..., None], *arguments: Any)
     torch.multiprocessing.start_processes(function, arguments, number, start_method="forkserver")
 
 
+class Checks(dict[str, Check]):
+    """The checks of a module by name, which run in the same order on every rank. As a decorator, adds a function."""
+
+    def __call__(self, function: Check) -> Check:
+        self[function.__name__] = function
+        return function
+
+    def outcomes(self, *ranks: Any) -> Callable[..., Any]:
+        """A fixture that runs all checks in so many processes, and gives a function that fails as a check did."""
+
+        @pytest.fixture(scope="module", params=ranks)
+        def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
+            folder = tmp_path_factory.mktemp("ranks")
+            run_in_processes(request.param, self, folder)
+            return lambda name: assert_passed(name, request.param, folder)
+
+        return outcomes
+
+
 def assert_passed(name: str, ranks: int, folder: Path) -> None:
     """Fail with the error of the first rank in which the check failed."""
     for rank in range(ranks):

@@ -131,11 +131,7 @@ def test_a_group_of_parameters_that_is_added():
         learner.scale = torch.nn.Parameter(torch.ones(3))
 
         def step(x, y):
-            loss = (learner.model(x) * learner.scale - y).square().mean()
-            learner.optimizer.zero_grad()
-            loss.backward()
-            learner.optimizer.step()
-            return loss
+            return learner.minimize((learner.model(x) * learner.scale - y).square().mean())
 
         return learner, step, learner.scale
 
@@ -309,11 +305,7 @@ def test_functions_and_objects_that_are_replaced():
         learner.loss, learner.options = torch.nn.functional.mse_loss, {"scale": 1.0}
 
         def step(x, y):
-            loss = learner.loss(learner.model(x), y) * learner.options["scale"]
-            learner.optimizer.zero_grad()
-            loss.backward()
-            learner.optimizer.step()
-            return loss
+            return learner.minimize(learner.loss(learner.model(x), y) * learner.options["scale"])
 
         return learner, step
 
@@ -334,11 +326,7 @@ def test_a_key_that_is_renamed():
         learner.options = {"scale": 2.0}
 
         def step(x, y):
-            loss = (learner.model(x) - y).square().mean() * learner.options.get("scale", 1.0)
-            learner.optimizer.zero_grad()
-            loss.backward()
-            learner.optimizer.step()
-            return loss
+            return learner.minimize((learner.model(x) - y).square().mean() * learner.options.get("scale", 1.0))
 
         return learner, step
 
@@ -605,11 +593,7 @@ def test_a_hidden_state_that_the_step_replaces(kind):
             out = learner.model(x) + own.get(kind, learner.states[1])
             learner.hidden = learner.memory[0] = hidden = out.detach().mean(0)
             learner.states = (0, hidden)
-            loss = (out - y).square().mean()
-            learner.optimizer.zero_grad()
-            loss.backward()
-            learner.optimizer.step()
-            return loss
+            return learner.minimize((out - y).square().mean())
 
         return learner, step
 
@@ -762,10 +746,7 @@ def test_gradients_of_arguments():
         def call(x, y):
             x.requires_grad_()
             (slope,) = torch.autograd.grad(learner.model(x).sum(), x, create_graph=True)
-            loss = (slope.norm(dim=1) - 1).square().mean()
-            learner.optimizer.zero_grad()
-            loss.backward()
-            learner.optimizer.step()
+            learner.minimize((slope.norm(dim=1) - 1).square().mean())
             return slope
 
         return call

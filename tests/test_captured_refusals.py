@@ -248,11 +248,7 @@ INSTEAD = {
 def step_with(learner, read):
     def step(x, y):
         hidden = learner.model(x)
-        loss = (hidden - y).square().mean() + read(hidden)
-        learner.optimizer.zero_grad()
-        loss.backward()
-        learner.optimizer.step()
-        return loss
+        return learner.minimize((hidden - y).square().mean() + read(hidden))
 
     return step
 
@@ -275,9 +271,7 @@ def test_the_line_of_a_read_in_the_backward_pass():
         hidden = learner.model(x)
         factor = hidden.detach().prod()
         loss = (hidden - y).square().mean() + hidden.prod(1).sum()  # here
-        learner.optimizer.zero_grad()
-        loss.backward()
-        learner.optimizer.step()
+        learner.minimize(loss)
         return loss, factor, x.prod()
 
     (finding,) = gs.diagnose_capture(step, batches(2), *learner.state()).findings
@@ -447,11 +441,7 @@ def test_a_tensor_in_an_unnamed_object():
     def step(x, y):
         out = learner.model(x) + memory.hidden
         memory.hidden = out.detach().mean(0)
-        loss = (out - y).square().mean()
-        learner.optimizer.zero_grad()
-        loss.backward()
-        learner.optimizer.step()
-        return loss
+        return learner.minimize((out - y).square().mean())
 
     text = complaint(step, learner.state(), batches(6))
     assert "which reads a tensor of shape [3] that the captured step made and left somewhere" in text

@@ -554,11 +554,7 @@ def test_variables_of_one_name_in_two_closures():
         learner, factor, twice = Learner(), 3.0, scaled_by(2.0)
 
         def step(x, y):
-            loss = twice(factor * (learner.model(x) - y).square().mean())
-            learner.optimizer.zero_grad()
-            loss.backward()
-            learner.optimizer.step()
-            return loss
+            return learner.minimize(twice(factor * (learner.model(x) - y).square().mean()))
 
         return learner, step
 
@@ -775,11 +771,7 @@ def test_state_that_the_step_replaces():
     def step(x, y):
         out = learner.model(x) + learner.model.hidden
         learner.model.hidden = out.detach().mean(0)
-        loss = (out - y).square().mean()
-        learner.optimizer.zero_grad()
-        loss.backward()
-        learner.optimizer.step()
-        return loss
+        return learner.minimize((out - y).square().mean())
 
     text = refusal(step, learner.state(), "replay 2 of this graph differs from a plain step, in the result by")
     assert "unnamed_state" in text

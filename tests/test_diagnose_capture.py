@@ -184,10 +184,7 @@ def test_the_distribution_of_torchrl():
     def step(x, y):
         location = learner.model(x)
         policy = distributions.TanhNormal(location, torch.ones_like(location), high=x.new_ones(3), low=-x.new_ones(3))
-        loss = policy.log_prob(y.tanh() * 0.9).mean()
-        learner.optimizer.zero_grad()
-        loss.backward()
-        learner.optimizer.step()
+        learner.minimize(policy.log_prob(y.tanh() * 0.9).mean())
 
     diagnosis = found(step, *learner.state())
     assert "sync" not in {code for code, _ in codes(diagnosis)}, str(diagnosis)
@@ -322,9 +319,7 @@ def test_numbers_of_this_package():
         returns = gs.lambda_returns(y, next_values=y, discount=1 / count, lambda_=0.5)  # discount
         heads = {"a": gs.MeanSquaredError(weight=1 / count)}
         loss = gs.multi_step_loss(heads, {"a": [hidden]}, {"a": [returns]}).loss  # weight
-        learner.optimizer.zero_grad()
-        loss.backward()
-        learner.optimizer.step()
+        learner.minimize(loss)
 
     diagnosis = found(step, *learner.state())
     lines = {(source or "").partition("# ")[2] for code, source in codes(diagnosis) if code == "stale_number"}
@@ -555,9 +550,7 @@ def test_a_number_in_a_loss_is_found_once():
     def step(x, y):
         calls[0] += 1
         loss = (learner.model(x) - y).square().mean() * (1 / calls[0])  # here
-        learner.optimizer.zero_grad()
-        loss.backward()
-        learner.optimizer.step()
+        learner.minimize(loss)
 
     finding = only(found(step, *learner.state()))
     assert finding.source.endswith("# here")
@@ -664,10 +657,7 @@ def test_a_step_with_checkpoints(preserve):
 
     def step(x, y):
         hidden = torch.utils.checkpoint.checkpoint(learner.model, x, use_reentrant=False, preserve_rng_state=preserve)
-        loss = (hidden - y).square().mean()
-        learner.optimizer.zero_grad()
-        loss.backward()
-        learner.optimizer.step()
+        learner.minimize((hidden - y).square().mean())
 
     finding = found(step, *learner.state()).findings
     assert bool(finding) == preserve
@@ -741,10 +731,7 @@ def test_a_tensor_that_the_step_before_made():
         if "hidden" in kept:
             out = out + kept["hidden"]
         kept["hidden"] = out.detach()
-        loss = (out - y).square().mean()
-        learner.optimizer.zero_grad()
-        loss.backward()
-        learner.optimizer.step()
+        learner.minimize((out - y).square().mean())
 
     finding = only(found(step, *learner.state()))
     assert (finding.code, finding.source) == ("unnamed_state", 'out = out + kept["hidden"]')

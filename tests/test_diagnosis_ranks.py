@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import pytest
 import torch
-from processes import assert_passed, one_server, run_in_processes
+from processes import Checks, one_server
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -18,12 +17,7 @@ from gradscale_ext.diagnosis.diagnosis import diagnose_gradients
 from gradscale_ext.diagnosis.report import GradientDiagnosis
 from gradscale_ext.diagnosis.tracer import GradientTracer
 
-CHECKS: dict[str, Callable[[int], None]] = {}
-
-
-def check(function: Callable[[int], None]) -> Callable[[int], None]:
-    CHECKS[function.__name__] = function
-    return function
+check = Checks()
 
 
 class Network(nn.Module):
@@ -129,7 +123,7 @@ def sound_model_has_no_findings(rank: int, way: str) -> None:
         assert diagnosis.findings == [], diagnosis
 
 
-CHECKS |= {f"{way}_has_no_findings": functools.partial(sound_model_has_no_findings, way=way) for way in WAYS}
+check |= {f"{way}_has_no_findings": functools.partial(sound_model_has_no_findings, way=way) for way in WAYS}
 
 
 @check
@@ -212,14 +206,10 @@ def parameters_left_out_and_frozen_ones_are_named(rank: int) -> None:
     )
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
-    folder = tmp_path_factory.mktemp("diagnosis")
-    run_in_processes(request.param, CHECKS, folder)
-    return request.param, folder
+outcomes = check.outcomes(pytest.param(1, marks=pytest.mark.slow), 2)
 
 
 @one_server
-@pytest.mark.parametrize("name", CHECKS)
-def test_diagnosis_on_ranks(name: str, outcomes: tuple[int, Path]) -> None:
-    assert_passed(name, *outcomes)
+@pytest.mark.parametrize("name", check)
+def test_diagnosis_on_ranks(name: str, outcomes: Callable[[str], None]) -> None:
+    outcomes(name)

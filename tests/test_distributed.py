@@ -6,14 +6,13 @@ import copy
 import math
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from contexts import CASES, Case, clipped
-from processes import assert_passed, one_server, run_in_processes
+from processes import Checks, one_server
 from torch.distributed.device_mesh import init_device_mesh
 
 import gradscale_ext as gs
@@ -21,12 +20,7 @@ from gradscale_ext._ranks import waiting
 
 RANKS = 2
 GRADIENT = torch.linspace(-3, 4, 24, dtype=torch.float64).view(4, 6)
-CHECKS: dict[str, Callable[[int], None]] = {}
-
-
-def check(function: Callable[[int], None]) -> Callable[[int], None]:
-    CHECKS[function.__name__] = function
-    return function
+check = Checks()
 
 
 def part(tensor: torch.Tensor, rank: int) -> torch.Tensor:
@@ -324,17 +318,13 @@ def adaptive_clipping_under_fsdp(rank: int) -> None:
             assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("distributed")
-    run_in_processes(RANKS, CHECKS, folder)
-    return folder
+outcomes = check.outcomes(RANKS)
 
 
 @one_server
-@pytest.mark.parametrize("name", CHECKS)
-def test_two_processes(name: str, outcomes: Path) -> None:
-    assert_passed(name, RANKS, outcomes)
+@pytest.mark.parametrize("name", check)
+def test_two_processes(name: str, outcomes: Callable[[str], None]) -> None:
+    outcomes(name)
 
 
 @pytest.mark.parametrize("wrong", ["WORLD", 3])

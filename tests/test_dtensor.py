@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import assert_passed, one_server, run_in_processes
+from processes import Checks, one_server
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -19,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import gradscale_ext as gs
 
-CHECKS: dict[str, Callable[[int], None]] = {}
+check = Checks()
 PLACEMENTS: tuple[Placement, ...] = (Replicate(), Shard(0))
 B, T = 5, 3  # five samples, which two ranks cannot split evenly
 SUPPORT = gs.Support(-5, 5, 11)
@@ -29,11 +28,6 @@ HEADS = {
     "policy": gs.SoftCrossEntropy(entropy_weight=1e-2),
     "hidden": gs.NegativeCosine(),
 }
-
-
-def check(function: Callable[[int], None]) -> Callable[[int], None]:
-    CHECKS[function.__name__] = function
-    return function
 
 
 def mesh() -> DeviceMesh:
@@ -427,14 +421,10 @@ def norms_of_samples(rank: int) -> None:
         assert_same(x.grad, g * (limit / norms).clamp(max=1)[:, None])
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
-    folder = tmp_path_factory.mktemp("dtensor")
-    run_in_processes(request.param, CHECKS, folder)
-    return request.param, folder
+outcomes = check.outcomes(pytest.param(1, marks=pytest.mark.slow), 2)
 
 
 @one_server
-@pytest.mark.parametrize("name", CHECKS)
-def test_distributed_tensors(name: str, outcomes: tuple[int, Path]) -> None:
-    assert_passed(name, *outcomes)
+@pytest.mark.parametrize("name", check)
+def test_distributed_tensors(name: str, outcomes: Callable[[str], None]) -> None:
+    outcomes(name)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from processes import assert_passed, one_server, run_in_processes
+from processes import Checks, assert_passed, one_server, run_in_processes
 from test_without_float64 import assert_same_without
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -704,13 +704,8 @@ def test_contexts_without_updates():
 
 # ---- Several ranks --------------------------------------------------------------------------------------------------
 
-CHECKS: dict[str, Callable[[int], None]] = {}
+check = Checks()
 RANKS = 2
-
-
-def check(function: Callable[[int], None]) -> Callable[[int], None]:
-    CHECKS[function.__name__] = function
-    return function
 
 
 def parts(tensor: Tensor) -> list[Tensor]:
@@ -774,9 +769,7 @@ def compare_gradients_of_entries(rank: int, backend: str) -> None:
     torch.testing.assert_close(by_func, wanted, rtol=1e-12, atol=1e-12)
 
 
-CHECKS["the entries of other ranks are constants"] = functools.partial(
-    compare_gradients_of_entries, backend="aot_eager"
-)
+check["the entries of other ranks are constants"] = functools.partial(compare_gradients_of_entries, backend="aot_eager")
 
 
 @check
@@ -840,23 +833,19 @@ def ranks_have_one_return_scale(rank: int) -> None:
             torch.testing.assert_close(module.running_percentiles, alone.running_percentiles, rtol=1e-12, atol=1e-12)
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("normalization")
-    run_in_processes(RANKS, CHECKS, folder)
-    return folder
+outcomes = check.outcomes(RANKS)
 
 
 @one_server
-@pytest.mark.parametrize("name", CHECKS)
-def test_two_ranks_are_one(name: str, outcomes: Path) -> None:
-    assert_passed(name, RANKS, outcomes)
+@pytest.mark.parametrize("name", check)
+def test_two_ranks_are_one(name: str, outcomes: Callable[[str], None]) -> None:
+    outcomes(name)
 
 
 @one_server
 @pytest.mark.any_version
 @pytest.mark.compiled
 def test_collectives_compiled_by_inductor(tmp_path: Path) -> None:
-    check = functools.partial(compare_gradients_of_entries, backend="inductor")
-    run_in_processes(RANKS, {"inductor": check}, tmp_path)
+    by_inductor = functools.partial(compare_gradients_of_entries, backend="inductor")
+    run_in_processes(RANKS, {"inductor": by_inductor}, tmp_path)
     assert_passed("inductor", RANKS, tmp_path)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import assert_passed, one_server, run_in_processes
+from processes import Checks, one_server
 from test_head_weights import LOSSES, fresh_compiler, run  # noqa: F401
 from test_loss import HEADS, arguments, compare, leaves
 from torch import Tensor
@@ -245,13 +244,8 @@ def test_check_reads_counts():
 
 # ---- Several ranks --------------------------------------------------------------------------------------------------
 
-CHECKS: dict[str, Callable[[int], None]] = {}
+check = Checks()
 RANKS = 2
-
-
-def check(function: Callable[[int], None]) -> Callable[[int], None]:
-    CHECKS[function.__name__] = function
-    return function
 
 
 @check
@@ -281,17 +275,13 @@ def micro_batches_of_two_ranks(rank: int) -> None:
             torch.testing.assert_close(total / RANKS, gradient, rtol=1e-12, atol=1e-12)
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("num_entries")
-    run_in_processes(RANKS, CHECKS, folder)
-    return folder
+outcomes = check.outcomes(RANKS)
 
 
 @one_server
-@pytest.mark.parametrize("name", CHECKS)
-def test_two_ranks_are_one(name: str, outcomes: Path) -> None:
-    assert_passed(name, RANKS, outcomes)
+@pytest.mark.parametrize("name", check)
+def test_two_ranks_are_one(name: str, outcomes: Callable[[str], None]) -> None:
+    outcomes(name)
 
 
 def test_valid_mean_counts_no_steps_before_the_first():

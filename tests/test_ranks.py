@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import assert_passed, one_server, run_in_processes
+from processes import Checks, one_server
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradscale_ext as gs
 
+check = Checks()
 STEPS, UNROLL, BATCH, ACTIONS, HIDDEN = 12, 3, 12, 3, 5
 SUPPORT = gs.Support(-5, 5, 11)
 LIMIT = 0.05
@@ -177,6 +178,7 @@ def assert_one_all_reduce(function: Callable[[], object]) -> None:
     assert count == 1
 
 
+@check
 def one_all_reduce_for_all_statistics(rank: int) -> None:
     """Each call needs one all-reduce, and one more for a histogram, also if some ranks have no part of some tensors."""
     network = Network(1, None)
@@ -194,6 +196,7 @@ def one_all_reduce_for_all_statistics(rank: int) -> None:
     assert_one_all_reduce(lambda: gs.clip_gradients_(plain, 1.0, process_group=dist.group.WORLD))
 
 
+@check
 def one_all_reduce_for_the_counts_of_a_loss(rank: int) -> None:
     """A loss with a process group needs one all-reduce, and a second one if it normalises importance weights.
 
@@ -213,6 +216,7 @@ def one_all_reduce_for_the_counts_of_a_loss(rank: int) -> None:
     assert seen.get_total_counts() == 2
 
 
+@check
 def both_all_reduces_are_begun_before_one_is_waited_for(rank: int) -> None:
     calls: list[str] = []
 
@@ -232,6 +236,7 @@ def both_all_reduces_are_begun_before_one_is_waited_for(rank: int) -> None:
     assert calls == ["all_reduce", "all_reduce", "wait_tensor", "wait_tensor"]
 
 
+@check
 def a_compiled_loss_counts_over_the_ranks(rank: int) -> None:
     losses = torch.ones(3 + rank, 2, dtype=torch.float64, requires_grad=True)
     for reduction in ("mean", "valid_mean"):
@@ -245,6 +250,7 @@ def a_compiled_loss_counts_over_the_ranks(rank: int) -> None:
         torch.testing.assert_close(gradients[1], gradients[0])
 
 
+@check
 def a_nan_on_one_rank_makes_all_skip(rank: int) -> None:
     ranks = dist.get_world_size()
     plain = nn.Linear(2, 2)
@@ -261,6 +267,7 @@ def a_nan_on_one_rank_makes_all_skip(rank: int) -> None:
             assert (whole(p.grad) == 0).all()
 
 
+@check
 def an_error_of_one_rank_stays_on_that_rank(rank: int) -> None:
     """Invalid input raises before ranks wait for each other."""
     message = "process_group needs reduction 'mean' or 'valid_mean', but the reduction is 'sum'"
@@ -270,6 +277,7 @@ def an_error_of_one_rank_stays_on_that_rank(rank: int) -> None:
         gs.reduce_multi_step(torch.ones(2, 2), process_group="world")  # type: ignore[arg-type]
 
 
+@check
 def weights_are_normalised_over_all_ranks(rank: int) -> None:
     weights = torch.full((3,), float(rank + 1))
     losses = torch.ones(3, 1, dtype=torch.float64)
@@ -287,6 +295,7 @@ def reference_reduction(losses: Tensor, **options: Any) -> gs.MultiStepLossOutpu
     return gs.reference.multi_step_loss({"loss": gs.PerStepLoss()}, {"loss": losses}, {}, **options)
 
 
+@check
 def a_rank_without_entries_joins(rank: int) -> None:
     """The average of the ranks' losses is the mean over the entries of the other ranks."""
     ranks = dist.get_world_size()
@@ -341,6 +350,7 @@ def limits_of(learner: Learner) -> dict[str, Tensor]:
     return {name: b.clone() for name, b in learner.network.state_dict().items() if "max_norm" in name}
 
 
+@check
 def a_checkpoint_goes_on_with_another_number_of_ranks(rank: int) -> None:
     """Further training is bitwise the same with the same number of ranks, and up to rounding with more or fewer."""
     ranks, half = dist.get_world_size(), dist.get_world_size() // 2
@@ -371,21 +381,7 @@ def a_checkpoint_goes_on_with_another_number_of_ranks(rank: int) -> None:
                 assert_alike(name, p, wanted[1][name], 1e-12)
 
 
-CHECKS: dict[str, Callable[[int], None]] = {
-    function.__name__: function
-    for function in (
-        one_all_reduce_for_all_statistics,
-        one_all_reduce_for_the_counts_of_a_loss,
-        both_all_reduces_are_begun_before_one_is_waited_for,
-        a_compiled_loss_counts_over_the_ranks,
-        a_nan_on_one_rank_makes_all_skip,
-        an_error_of_one_rank_stays_on_that_rank,
-        weights_are_normalised_over_all_ranks,
-        a_rank_without_entries_joins,
-        a_checkpoint_goes_on_with_another_number_of_ranks,
-    )
-}
-CHECKS |= {
+check |= {
     f"{way}_{str(dtype)[-7:]}_{reduction}": functools.partial(train, way=way, dtype=dtype, reduction=reduction)
     for way, dtype, reduction in (
         ("ddp", torch.float64, "valid_mean"),
@@ -396,17 +392,13 @@ CHECKS |= {
 }
 
 
-@pytest.fixture(scope="module", params=[3])
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
-    folder = tmp_path_factory.mktemp("ranks")
-    run_in_processes(request.param, CHECKS, folder)
-    return request.param, folder
+outcomes = check.outcomes(3)
 
 
 @one_server
-@pytest.mark.parametrize("name", CHECKS)
-def test_many_ranks_train_as_one(name: str, outcomes: tuple[int, Path]) -> None:
-    assert_passed(name, *outcomes)
+@pytest.mark.parametrize("name", check)
+def test_many_ranks_train_as_one(name: str, outcomes: Callable[[str], None]) -> None:
+    outcomes(name)
 
 
 ENDS = """
