@@ -114,17 +114,6 @@ def test_rewards_of_one_dimension_have_two_readings(function, batch_first):
     assert not torch.equal(one[0], single[:, 0])
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
-@pytest.mark.parametrize("function", [gs.generalized_advantages, gs.lambda_returns, gs.vtrace])
-def test_flags_as_the_third_argument(function, dtype):
-    flags = DONES.to(dtype)
-    options = {"discount": 0.9, "lambda_": 0.8} | ({"ratios": VALUES.exp()} if function is gs.vtrace else {})
-    text = message(TypeError, lambda: function(REWARDS, LAST_VALUES, flags, **options))
-    written = "next_values" if dtype == torch.bool else "next_values.bool()"
-    assert text.endswith(f"; write next_values.float(), or, if these are flags of ends, terminated={written}")
-    function(REWARDS, LAST_VALUES, terminated=flags.bool(), **options)
-
-
 @pytest.mark.parametrize(
     ("function", "theirs", "ours"),
     [
@@ -344,12 +333,6 @@ def test_a_column_of_rewards_in_a_projection():
     torch.testing.assert_close(SUPPORT.project(probabilities, rewards.squeeze(-1), torch.ones(B)), probabilities)
 
 
-def test_a_class_in_place_of_a_head():
-    text = message(TypeError, lambda: gs.MultiStepLoss(value=gs.MeanSquaredError))
-    assert text.endswith("; write MeanSquaredError(...)")
-    gs.MultiStepLoss(value=gs.MeanSquaredError())
-
-
 # ---- Nested tensors, and other devices ------------------------------------------------------------------------------
 
 
@@ -373,10 +356,3 @@ def test_a_class_in_place_of_a_head():
 def test_nested_tensors(call, layout):
     nested = torch.nested.nested_tensor([torch.randn(2), torch.randn(3)], layout=layout)
     assert "is a nested tensor" in message(TypeError, lambda: call(nested))
-
-
-def test_priorities_on_two_devices():
-    text = message(ValueError, lambda: gs.priorities(SCALARS, VALUES.to("meta")))
-    assert (
-        text == "priorities: targets must be on the device of expected, cpu, but it is on meta; write targets.to('cpu')"
-    )

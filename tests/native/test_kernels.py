@@ -31,8 +31,10 @@ def run(guards, side, *arguments, **variables):
     return subprocess.run([sys.executable, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("side", ["end", "begin"])
-@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+# Vectors of all instruction sets begin at the first element, so one of them shows that nothing before it is read.
+@pytest.mark.parametrize(
+    ("capability", "side"), [("default", "end"), ("avx2", "end"), ("avx512", "end"), ("avx512", "begin")]
+)
 def test_fuzzer_cases(guards, capability, side):
     options = ["-m", "pytest", "-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "tests/fuzz"]
     done = run(guards, side, *options, "--ignore=tests/fuzz/test_compiled.py", ATEN_CPU_CAPABILITY=capability)
