@@ -156,12 +156,11 @@ def test_a_target_of_the_policy_head():
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_policies(backend):
+def test_compiled_policies():
     given = spoilt(data(), NAN)
     wanted = by_definition(data())
     torch._dynamo.reset()
-    compiled = torch.compile(gs.completed_q_policy, fullgraph=True, backend=backend)
+    compiled = torch.compile(gs.completed_q_policy, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*given), wanted, rtol=1e-12, atol=1e-14)
     singles = [tensor.float() for tensor in given]
     torch.testing.assert_close(compiled(*singles), wanted.float(), rtol=1e-5, atol=1e-6)

@@ -29,6 +29,7 @@ from gradscale_ext._native import _C, DEVICE_TYPES
 pytestmark = pytest.mark.cuda
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+REDUCTIONS = ["mean", "sum", "none", "valid_mean"]
 WIDTHS = [1, 2, 31, 33, 82, 362, 601, 1025, 4672, 9001]
 FALLBACKS = ("multi_step_loss", "loss_of", "decode", "l2_loss", "tensor_statistics", "clipping_of")
 FALLBACKS += ("unit_norms", "clip_units")
@@ -324,7 +325,7 @@ def test_batches(batch, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none", "valid_mean"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_options(options, reduction, dtype, device):
     predictions, targets = arguments(heads=ALL_HEADS)
@@ -345,12 +346,18 @@ def repeated(given, batch):
 SEVERAL_BLOCKS = [40, 70]
 
 
-@pytest.mark.parametrize(("batch", "more_heads"), [(40, 0), (70, 0), (70, 20)])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none", "valid_mean"])
-@pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
-@pytest.mark.parametrize("options", [{}, *OPTIONS.values()], ids=["none", *OPTIONS])
-def test_options_of_several_blocks(options, nonfinite, reduction, batch, more_heads, device):
-    """With samples to skip in each set of samples. Of 26 heads, a block sums up 12 at a time."""
+SIZES = [(40, 0), (70, 0), (70, 20)]  # samples, and further heads: of 26, a block sums up 12 at a time
+BLOCKS = [
+    (name, nonfinite, reduction, *SIZES[(i + j + k) % 3])
+    for i, name in enumerate(["none", *OPTIONS])
+    for j, reduction in enumerate(REDUCTIONS)
+    for k, nonfinite in enumerate(["propagate", "skip"])
+]
+
+
+@pytest.mark.parametrize(("name", "nonfinite", "reduction", "batch", "more_heads"), BLOCKS)
+def test_options_of_several_blocks(name, nonfinite, reduction, batch, more_heads, device):
+    """With samples to skip in each set of samples."""
     heads = {
         name: head for name, head in ALL_HEADS.items() if name in ("value", "reward", "policy", "raw", "end", "own")
     }
@@ -362,7 +369,7 @@ def test_options_of_several_blocks(options, nonfinite, reduction, batch, more_he
             predictions["own"][0][[8, 33, batch - 2]] = math.inf
             if more_heads:
                 predictions["own 19"][2][[9, 40]] = math.nan
-    keywords = {**repeated(options, batch), "reduction": reduction, "nonfinite": nonfinite}
+    keywords = {**repeated(OPTIONS.get(name, {}), batch), "reduction": reduction, "nonfinite": nonfinite}
     keywords = {
         name: {k: v for k, v in value.items() if k in heads} if isinstance(value, dict) else value
         for name, value in keywords.items()
@@ -1084,9 +1091,16 @@ FLOW = {
 SHAPES = [(3, 1), (5, 33), (2, 601), (2, 9001), (3, 4, 6, 6), (1, 70001)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("operator", FLOW)
+# Elements of half types are converted before anything is computed: each operator and shape has one of the two.
+FLOW_CASES = [
+    (operator, shape, dtype)
+    for i, operator in enumerate(FLOW)
+    for j, shape in enumerate(SHAPES)
+    for dtype in (*DTYPES[:2], DTYPES[2 + (i + j) % 2])
+]
+
+
+@pytest.mark.parametrize(("operator", "shape", "dtype"), FLOW_CASES, ids=str)
 def test_flow(operator, shape, dtype, device):
     """Incoming gradients that are exclusively owned, shared, misaligned, transposed and expanded."""
     apply, formula = FLOW[operator]
