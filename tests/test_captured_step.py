@@ -25,16 +25,24 @@ def tapes(monkeypatch):
     monkeypatch.setattr(graphs, "graphs_of", lambda device: tape.TapeGraphs())
 
 
-def plain_calls(call, given, seed=7):
+def nothing(index):
+    """Before or after a call."""
+
+
+def captured_calls(update, given, seed=7, before=nothing, after=nothing):
+    torch.manual_seed(seed)
+    results = []
+    for index, batch in enumerate(given):
+        before(index)
+        results.append(update(*batch))
+        after(index)
+    return results
+
+
+def plain_calls(call, given, **options):
     """The results of plain calls, which run the operators that a tape runs."""
-    torch.manual_seed(seed)
     with tape.TapeGraphs().side_by_side():
-        return [call(*batch) for batch in given]
-
-
-def captured_calls(update, given, seed=7):
-    torch.manual_seed(seed)
-    return [update(*batch) for batch in given]
+        return captured_calls(call, given, **options)
 
 
 def assert_same(learner, update, reference, call, given):
@@ -234,22 +242,18 @@ def test_gradients_accumulate_over_calls(set_to_none):
 
     (learner, backward), (reference, plain) = make(), make()
     update = gs.CapturedStep(backward, *learner.state())
-    torch.manual_seed(7)
-    got = []
-    for index, batch in enumerate(batches(24)):
-        got.append(update(*batch))
-        if index % 3 == 2:
-            learner.optimizer.step()
-            learner.optimizer.zero_grad(set_to_none=set_to_none)
-    torch.manual_seed(7)
-    wanted = []
-    with tape.TapeGraphs().side_by_side():
-        for index, batch in enumerate(batches(24)):
-            wanted.append(plain(*batch).detach())
+
+    def every_third(own):
+        def step(index):
             if index % 3 == 2:
-                reference.optimizer.step()
-                reference.optimizer.zero_grad(set_to_none=set_to_none)
-    assert bits(got) == bits(wanted)
+                own.optimizer.step()
+                own.optimizer.zero_grad(set_to_none=set_to_none)
+
+        return step
+
+    got = captured_calls(update, batches(24), after=every_third(learner))
+    wanted = plain_calls(plain, batches(24), after=every_third(reference))
+    assert bits(got) == bits([loss.detach() for loss in wanted])
     assert bits(learner.state()) == bits(reference.state())
     assert update.is_captured
 
@@ -268,26 +272,10 @@ def test_each_form_of_arguments_has_a_graph():
 def test_eval_and_train_have_graphs_of_their_own():
     learner, reference = Learner(), Learner()
     update = gs.CapturedStep(learner.step, *learner.state())
-    torch.manual_seed(7)
-    for batch in batches(16):
-        learner.model.train(len(update.graphs) != 1 or not learner.model.training)
-        update(*batch)
-    torch.manual_seed(7)
-    assert len(update.graphs) == 2
-    modes = []
-    learner, update = Learner(), None
-    update = gs.CapturedStep(learner.step, *learner.state())
-    torch.manual_seed(7)
-    for index, batch in enumerate(batches(16)):
-        learner.model.train(index % 5 != 4)
-        modes.append(learner.model.training)
-        update(*batch)
-    torch.manual_seed(7)
-    with tape.TapeGraphs().side_by_side():
-        for mode, batch in zip(modes, batches(16), strict=True):
-            reference.model.train(mode)
-            reference.step(*batch)
+    captured_calls(update, batches(20), before=lambda index: learner.model.train(index % 3 != 2))
+    plain_calls(reference.step, batches(20), before=lambda index: reference.model.train(index % 3 != 2))
     assert bits(learner.state()) == bits(reference.state())
+    assert len(update.graphs) == 2
 
 
 @pytest.mark.parametrize("how", ["copy", "assign", "optimizer", "data", "requires_grad"])
@@ -312,17 +300,8 @@ def test_a_state_that_is_loaded(how):
             own.model.body.requires_grad_(False)
             own.model.body.zero_grad()
 
-    torch.manual_seed(7)
-    for index, batch in enumerate(batches(16)):
-        if index == 8:
-            change(learner)
-        update(*batch)
-    torch.manual_seed(7)
-    with tape.TapeGraphs().side_by_side():
-        for index, batch in enumerate(batches(16)):
-            if index == 8:
-                change(reference)
-            reference.step(*batch)
+    captured_calls(update, batches(16), before=lambda index: change(learner) if index == 8 else None)
+    plain_calls(reference.step, batches(16), before=lambda index: change(reference) if index == 8 else None)
     assert bits(learner.state()) == bits(reference.state())
     assert update.is_captured
 
@@ -337,15 +316,8 @@ def test_a_schedule_of_a_tensor(scheduler):
     learner, reference = Learner(OPTIMIZERS["sgd_fused"]), Learner(OPTIMIZERS["sgd_fused"])
     schedules = make(learner.optimizer), make(reference.optimizer)
     update = gs.CapturedStep(learner.step, *learner.state(), schedules[0])
-    torch.manual_seed(7)
-    for batch in batches(14):
-        update(*batch)
-        schedules[0].step()
-    torch.manual_seed(7)
-    with tape.TapeGraphs().side_by_side():
-        for batch in batches(14):
-            reference.step(*batch)
-            schedules[1].step()
+    captured_calls(update, batches(14), after=lambda _: schedules[0].step())
+    plain_calls(reference.step, batches(14), after=lambda _: schedules[1].step())
     assert bits(learner.state()) == bits(reference.state())
     assert len(update.graphs) == 1
 
@@ -615,11 +587,9 @@ def test_results_that_are_part_of_the_state_or_of_the_arguments():
     update = gs.CapturedStep(lambda x, y: (learner.step(x, y), learner.model.head.bias, x)[1:], *learner.state())
     given, wanted = batches(8), []
     kept = captured_calls(update, given)
-    torch.manual_seed(7)
-    for x, y in given:
-        with tape.TapeGraphs().side_by_side():
-            reference.step(x, y)
-        wanted.append((reference.model.head.bias.detach().clone(), x))
+    plain_calls(
+        reference.step, given, after=lambda i: wanted.append((reference.model.head.bias.detach().clone(), given[i][0]))
+    )
     assert bits(kept) == bits(wanted)
     assert not {x.data_ptr() for x, _ in given} & {x.data_ptr() for _, x in kept}
 
