@@ -50,7 +50,7 @@ def test_code_fits_the_column_of_the_site(page):
     assert [line for line in code_of(page) if len(line) > 88] == []
 
 
-@pytest.mark.xdist_group("docs")  # one process imports the optional packages once
+@pytest.mark.xdist_group("clients")  # one process imports the optional packages once
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("snippet", SNIPPETS)
 def test_snippets_run(snippet, monkeypatch, tmp_path):

@@ -922,6 +922,7 @@ def test_an_open_monitor_does_not_disturb_the_end_of_a_program():
     """Whatever is alive at the end, in whichever order the interpreter releases it. One process imports PyTorch."""
     script = """
 import os, sys, torch, gradscale_ext as gs
+import torch._dynamo  # which optimizers need, for all forks
 torch.set_num_threads(1)
 for keeps in ("monitor", "model", "None"):
     child = os.fork()
@@ -1674,6 +1675,7 @@ def test_few_tags_of_many_parameters(updates):
     assert {f"module_gradient_norm/{index}" for index in range(8)} | {"gradient_norm_total", "clip_rate"} <= written
 
 
+@pytest.mark.xdist_group("clients")
 def test_a_run_of_wandb(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     run = wandb.init(project="test", dir=str(tmp_path), mode="offline", settings=wandb.Settings(silent=True))
@@ -1690,6 +1692,7 @@ def test_a_run_of_wandb(tmp_path, monkeypatch):
     run.finish()
 
 
+@pytest.mark.xdist_group("clients")  # whose tests import it too
 def test_a_run_of_mlflow(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow = pytest.importorskip("mlflow")
