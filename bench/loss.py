@@ -32,6 +32,8 @@ from losses import Inputs, Loss, Tensors, leaves_of, make_inputs, usual_loss
 GROWTH = [(batch, 5, 601, 18) for batch in (1, 8, 64, 256, 1024, 4096)]
 #: Sizes of LightZero's board games, MuZero's Go and chess, CartPole.
 MUZERO = [(64, 5, 601, 6), (1024, 5, 601, 362), (2048, 5, 601, 82), (256, 5, 601, 4672), (256, 5, 21, 2)]
+#: Small batches, whose time is mostly the host's.
+SMALL = [(64, 5, 601, 6), (256, 5, 21, 2)]
 #: Sizes for one thread, and for bf16.
 MAIN = [(64, 5, 601, 6), (256, 5, 601, 18), (1024, 5, 601, 362)]
 
@@ -82,6 +84,32 @@ def benchmark(
         yield from over_copy(rows)
 
 
+def parts(size: tuple[int, ...], seconds: float) -> list[dict[str, Any]]:
+    """What the time of a small batch consists of.
+
+    "autograd alone" is a part of PyTorch's: its engine runs the backward pass of a view of each prediction, with
+    gradients that are given, as any loss of these predictions must.
+    """
+    inputs, fused = make_inputs(*size), losses.make_fused(size[2])
+    leaves = leaves_of(inputs[0])
+    views, gradients = [leaf.view_as(leaf) for leaf in leaves], [torch.zeros_like(leaf) for leaf in leaves]
+
+    def call() -> None:
+        with torch.no_grad():
+            fused(*inputs)
+
+    contestants = {
+        "forward and backward": lambda: torch.autograd.grad(fused(*inputs), leaves),
+        "the call without gradients": call,
+        "autograd alone": lambda: torch.autograd.grad(views, leaves, gradients, retain_graph=True),
+        "copy": make_copy(leaves),
+    }
+    label = {"agent": "parts of a small batch", "size": "B {} K {} S {} A {}".format(*size)}
+    label |= {"dtype": "fp32", "threads": torch.get_num_threads()}
+    moved = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+    return harness.rows({**label, "pass": "parts"}, contestants, seconds, moved, "forward and backward")
+
+
 def main() -> None:
     arguments = harness.arguments(__doc__)
     harness.show_machine()
@@ -110,7 +138,10 @@ def main() -> None:
     )
     dreamer = {"agent": "reward, critic and continue heads of DreamerV3", "size": "B 16 T 64 S 255"}
     run(dreamer, losses.make_dreamer_inputs(), losses.make_fused_dreamer, losses.usual_dreamer)
-    for row in doors.benchmark(arguments.seconds):
+    for row in (
+        *doors.benchmark(arguments.seconds),
+        *(row for size in SMALL for row in parts(size, arguments.seconds)),
+    ):
         harness.show(row)
         results.append(row)
     for size in MAIN:

@@ -77,6 +77,15 @@ def doors_table() -> str:
     return table(["call", "size", "forward + backward, ms", "relative to the module"], lines) + "\n\n" + machine
 
 
+def parts_table() -> str:
+    """What the time of a small batch consists of, in microseconds."""
+    rows, machine = load("loss")
+    own = contestants_by_row([row for row in rows if row["agent"] == "parts of a small batch"], "parts")
+    names = list(next(iter(own.values())))
+    lines = [[size, *(f"{1e3 * found[name]['median_ms']:.0f}" for name in names)] for size, found in own.items()]
+    return table(["µs", *names], lines) + "\n\n" + machine
+
+
 #: The call of each contestant of bench/doors.py.
 DOORS = {
     "module": "`gs.MultiStepLoss(...)(...)`",
@@ -523,6 +532,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "GPU": lambda: gpu_table(for_readme),
     "GPU, all": lambda: gpu_table(lambda row: True),
     "doors": doors_table,
+    "small batches": parts_table,
     "numbers": numbers_list,
     "returns": returns_table,
     "loss": loss_table,
