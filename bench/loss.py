@@ -87,8 +87,8 @@ def benchmark(
 def parts(size: tuple[int, ...], seconds: float) -> list[dict[str, Any]]:
     """What the time of a small batch consists of.
 
-    "autograd alone" is a part of PyTorch's: its engine runs the backward pass of a view of each prediction, with
-    gradients that are given, as any loss of these predictions must.
+    "autograd alone" is PyTorch's engine with a node for each prediction, a view, and gradients that are given. The loss
+    has one node for all predictions.
     """
     inputs, fused = make_inputs(*size), losses.make_fused(size[2])
     leaves = leaves_of(inputs[0])
