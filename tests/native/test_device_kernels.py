@@ -112,8 +112,8 @@ FAULTS = {
     "missing barrier of a warp": (
         "rows of a warp",
         "cuda/lane_rows.cuh",
-        "      __syncwarp();\n    }\n    end_ = ",
-        "    }\n    end_ = ",
+        "      __syncwarp();\n    }\n    row_end_ = ",
+        "    }\n    row_end_ = ",
         IN_SHARED,
     ),
     "gradients that replace logits too early": (
