@@ -32,7 +32,7 @@ enum RowOptions : int32_t {
   kMixesLogarithms = 64,
 };
 
-// The options of a head with logits, except those of some kinds of rows alone.
+// The options of a head of logits. launch_loss.cpp adds those that only some kinds of rows have.
 template <class Head>
 int32_t row_options(const Head& head) {
   return (head.label_smoothing != 0 ? kSmoothing : 0) | (head.entropy_weight != 0 ? kEntropy : 0) |
