@@ -83,8 +83,8 @@ def parts_table() -> str:
     own = contestants_by_row([row for row in rows if row["agent"] == "parts of a small batch"], "parts")
     names = list(next(iter(own.values())))
     lines = [[size, *(f"{1e3 * found[name]['median_ms']:.0f}" for name in names)] for size, found in own.items()]
-    names = [name + ", a view of each prediction" * (name == "autograd alone") for name in names]
-    return table(["µs", *names], lines) + "\n\n" + machine
+    shown = {"autograd alone": "autograd alone, a view of each prediction"}
+    return table(["µs", *(shown.get(name, name) for name in names)], lines) + "\n\n" + machine
 
 
 #: The call of each contestant of bench/doors.py.
