@@ -9,6 +9,7 @@ rank 0 over steps in which all processes take part.
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import tempfile
@@ -78,6 +79,17 @@ def worker(rank: int, processes: int, folder: str, seconds: float, enter: Callab
     torch.manual_seed(0)
     store = dist.FileStore(f"{folder}/store", processes)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
+    found = train(seconds)
+    # Gloo's threads must end before the interpreter does; DistributedDataParallel, which is in a cycle, keeps them.
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank == 0:
+        Path(folder, "found.json").write_text(json.dumps(found))
+
+
+def train(seconds: float) -> dict[str, Any]:
+    """The messages and times of learner steps."""
     network = Network()
     parallel = nn.parallel.DistributedDataParallel(network)
     buckets: list[int] = []
@@ -140,17 +152,14 @@ def worker(rank: int, processes: int, folder: str, seconds: float, enter: Callab
         running = torch.tensor(float(time.perf_counter() < end or len(times["step"]) <= WARM_UP))
         dist.broadcast(running, 0)
     all_reduce_ms = {name: 1e3 * all_reduce_alone(sum(sent[name])) for name in ("loss", "gradients")}
-    dist.destroy_process_group()
-    if rank == 0:
-        found = {
-            "milliseconds": {name: 1e3 * statistics.median(values[WARM_UP:]) for name, values in times.items()},
-            "messages": sent,
-            "all_reduce_ms": all_reduce_ms,
-            "steps": len(times["step"]) - WARM_UP,
-            "parameters": sum(p.numel() for p in network.parameters()),
-            "tensors": len(list(network.parameters())),
-        }
-        Path(folder, "found.json").write_text(json.dumps(found))
+    return {
+        "milliseconds": {name: 1e3 * statistics.median(values[WARM_UP:]) for name, values in times.items()},
+        "messages": sent,
+        "all_reduce_ms": all_reduce_ms,
+        "steps": len(times["step"]) - WARM_UP,
+        "parameters": sum(p.numel() for p in network.parameters()),
+        "tensors": len(list(network.parameters())),
+    }
 
 
 def all_reduce_alone(size: int) -> float:
