@@ -28,9 +28,10 @@ from training import Training
 
 ACTORS = (0, 1, 2, 4)
 GAMES = 32
+NEVER = 2_000_000  # more transitions than a measurement has
 MODES = {  # True if each actor plays GAMES games; the number of transitions at which learning begins
-    "32 games in all": (False, 10**9),
-    "32 games an actor": (True, 10**9),
+    "32 games in all": (False, NEVER),
+    "32 games an actor": (True, NEVER),
     "32 games in all, with learning": (False, 500),
 }
 QUANTILES = {"median_per_s": 0.5, "p20_per_s": 0.2, "p80_per_s": 0.8}
@@ -40,7 +41,11 @@ TURN = 5.0
 def begin(actors: int, each: bool, minimum_replay: int, folder: str) -> Training:
     games = GAMES * actors if each and actors else GAMES
     configuration = Configuration(
-        actors=actors, num_environments=games, minimum_replay=minimum_replay, training_steps=10**9
+        actors=actors,
+        num_environments=games,
+        minimum_replay=minimum_replay,
+        replay_capacity=max(minimum_replay, Configuration.replay_capacity),
+        training_steps=10**9,
     )
     directory = Path(tempfile.mkdtemp(dir=folder))
     training = ActorTraining(configuration, directory, "local") if actors else Training(configuration)
