@@ -1,10 +1,10 @@
-// Windows of 16 bytes, whose elements are not converted yet, and sums over a window. They are computed in float where
-// that is accurate enough, so that double is used once per window and not once per element.
+// Vectors of 16 bytes, whose elements are not converted yet, and sums over a vector. They are computed in float where
+// that is accurate enough, so that double is used once per vector and not once per element.
 //
-// The error of a rounding to float is at most u = 2^-24 of the result. The squares of a window go through three
+// The error of a rounding to float is at most u = 2^-24 of the result. The squares of a vector go through three
 // roundings or fewer, and so does the sum of its elements. So the relative error of a norm is at most 1.5 u = 9e-8, and
 // the error of a sum at most 3 u = 1.8e-7 of the sum of magnitudes, whatever the elements are. If the roundings are
-// independent, both errors are smaller by the square root of the number of windows.
+// independent, both errors are smaller by the square root of the number of vectors.
 #pragma once
 
 #include "../formulas/norms.h"
@@ -13,7 +13,7 @@
 
 namespace gradscale {
 
-// Squares are computed in float if their sum over some windows is between these bounds: then no square overflows, and
+// Squares are computed in float if their sum over some vectors is between these bounds: then no square overflows, and
 // the error of squares below 2^-126 is negligible compared with the sum.
 constexpr float kLeastSquares = 0x1p-100f;
 constexpr float kMostSquares = 0x1p120f;
@@ -37,7 +37,7 @@ GRADSCALE_DEVICE float sum_in_pairs(float (&terms)[count]) {
 
 // Elements of a type that is narrower than double.
 template <class T>
-struct alignas(16) Window {
+struct alignas(16) RawVector {
   static constexpr int kSize = kVector<T>;
 
   uint32_t words[4];
@@ -94,32 +94,32 @@ struct alignas(16) Window {
   }
 };
 
-// Reads the window of a row that begins at element `first`, as in Windows<T>; elements outside the row are zeros.
+// Reads the vector of a row that begins at element `first`; elements outside the row are zeros.
 template <class T>
-GRADSCALE_DEVICE Window<T> read_window(const T* row, int32_t width, int32_t first) {
-  if (first >= 0 && first + Window<T>::kSize <= width) {
-    return load16<Window<T>>(row + first);
+GRADSCALE_DEVICE RawVector<T> read_raw_vector(const T* row, int32_t width, int32_t first) {
+  if (first >= 0 && first + RawVector<T>::kSize <= width) {
+    return load16<RawVector<T>>(row + first);
   }
-  Window<T> window{};
+  RawVector<T> vector{};
   if (first < width) {
 #pragma unroll
-    for (int k = 0; k < Window<T>::kSize; ++k) {
+    for (int k = 0; k < RawVector<T>::kSize; ++k) {
       if (first + k >= 0 && first + k < width) {
-        window.set(k, row[first + k]);
+        vector.set(k, row[first + k]);
       }
     }
   }
-  return window;
+  return vector;
 }
 
-// The sum of the squares of windows, computed in double if float would lose it. NaN and inf propagate.
+// The sum of the squares of vectors, computed in double if float would lose it. NaN and inf propagate.
 template <class T, int count>
-GRADSCALE_DEVICE double squares_of(const Window<T> (&windows)[count]) {
+GRADSCALE_DEVICE double squares_of(const RawVector<T> (&vectors)[count]) {
   float together = 0;
   double sum = 0;
 #pragma unroll
-  for (const Window<T>& window : windows) {
-    const float squares = window.squares();
+  for (const RawVector<T>& vector : vectors) {
+    const float squares = vector.squares();
     together += squares;
     sum += static_cast<double>(squares);
   }
@@ -128,11 +128,11 @@ GRADSCALE_DEVICE double squares_of(const Window<T> (&windows)[count]) {
   }
   sum = 0;
 #pragma unroll
-  for (const Window<T>& window : windows) {
-    if (!window.has_only_zeros()) { // most windows whose squares underflow have only zeros
+  for (const RawVector<T>& vector : vectors) {
+    if (!vector.has_only_zeros()) { // most vectors whose squares underflow have only zeros
 #pragma unroll
-      for (int k = 0; k < Window<T>::kSize; ++k) {
-        const auto number = static_cast<double>(window[k]);
+      for (int k = 0; k < RawVector<T>::kSize; ++k) {
+        const auto number = static_cast<double>(vector[k]);
         sum += number * number;
       }
     }
@@ -140,18 +140,18 @@ GRADSCALE_DEVICE double squares_of(const Window<T> (&windows)[count]) {
   return sum;
 }
 
-// Adds up the squares of a range of elements, with the threads of a group. A thread issues the loads of four windows
+// Adds up the squares of a range of elements, with the threads of a group. A thread issues the loads of four vectors
 // before it uses the first.
 template <class T>
 GRADSCALE_DEVICE double sum_of_squares(const T* from, int32_t size, const ThreadGroup& group) {
   constexpr int kAhead = 4;
-  const Windows<T> windows(from, size);
+  const AlignedVectors<T> vectors(from, size);
   double sum = 0;
-  for (int32_t window = group.rank; window < windows.count; window += kAhead * group.size) {
-    Window<T> now[kAhead];
+  for (int32_t vector = group.rank; vector < vectors.count; vector += kAhead * group.size) {
+    RawVector<T> now[kAhead];
 #pragma unroll
     for (int c = 0; c < kAhead; ++c) {
-      now[c] = read_window(from, size, windows.first(window + c * group.size));
+      now[c] = read_raw_vector(from, size, vectors.first(vector + c * group.size));
     }
     sum += squares_of(now);
   }
@@ -162,25 +162,25 @@ GRADSCALE_DEVICE double sum_of_squares(const T* from, int32_t size, const Thread
 // -------------------------------------------------------
 
 // Writes changed(x) for each element, where x is the element in the type of sums. A thread issues the loads of its next
-// windows before it changes the first.
+// vectors before it changes the first.
 template <class T, class Change>
 GRADSCALE_DEVICE void change_range(const T* from, T* to, int32_t size, const ThreadGroup& group, Change changed) {
   using A = Accumulate<T>;
   constexpr int kAhead = 4;
-  const Windows<T> windows(from, size);
+  const AlignedVectors<T> vectors(from, size);
   const auto is_whole = [=](int32_t first) { return first >= 0 && first + kVector<T> <= size; };
-  for (int32_t begin = group.rank; begin < windows.count; begin += kAhead * group.size) {
+  for (int32_t begin = group.rank; begin < vectors.count; begin += kAhead * group.size) {
     Vector16<T> now[kAhead];
 #pragma unroll
     for (int c = 0; c < kAhead; ++c) {
-      const int32_t first = windows.first(begin + c * group.size);
+      const int32_t first = vectors.first(begin + c * group.size);
       if (is_whole(first)) {
         now[c] = load16<Vector16<T>>(from + first);
       }
     }
 #pragma unroll
     for (int c = 0; c < kAhead; ++c) {
-      const int32_t first = windows.first(begin + c * group.size);
+      const int32_t first = vectors.first(begin + c * group.size);
       if (is_whole(first)) {
         A values[kVector<T>];
 #pragma unroll
@@ -226,7 +226,7 @@ GRADSCALE_DEVICE double plain_power_sum(
     const T* from, int32_t size, double p, double reciprocal, const ThreadGroup& group) {
   using A = Accumulate<T>;
   double sum = 0;
-  each_window(from, size, group, A(0), [&](const A* values, int32_t) {
+  each_vector(from, size, group, A(0), [&](const A* values, int32_t) {
 #pragma unroll
     for (int k = 0; k < kVector<T>; ++k) {
       sum += power_in_norm(std::abs(static_cast<double>(values[k])) * reciprocal * reciprocal, p);
@@ -250,7 +250,7 @@ template <class T>
 GRADSCALE_DEVICE double range_maximum(const T* from, int32_t size, const ThreadGroup& group) {
   using A = Accumulate<T>;
   double largest = 0;
-  each_window(from, size, group, A(0), [&](const A* values, int32_t) {
+  each_vector(from, size, group, A(0), [&](const A* values, int32_t) {
 #pragma unroll
     for (int k = 0; k < kVector<T>; ++k) {
       largest = larger_or_nan(std::abs(static_cast<double>(values[k])), largest);

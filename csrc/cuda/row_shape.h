@@ -17,18 +17,18 @@ constexpr int32_t tile_pitch(int32_t width, int32_t element_bytes) {
   return bytes % 32 == 0 ? bytes + 16 : bytes;
 }
 
-// The number of threads per row of `width` elements: one per window, up to a warp, or a whole block if each lane of a
-// warp would have more than 8 windows.
+// The number of threads per row of `width` elements: one per vector, up to a warp, or a whole block if each lane of a
+// warp would have more than 8 vectors.
 GRADSCALE_HOST_DEVICE int32_t threads_for_row(int64_t width, int64_t element_bytes, int32_t block = kThreads) {
-  const int64_t windows = width * element_bytes / 16 + 2; // the most aligned windows of 16 bytes that it can overlap
+  const int64_t vectors = width * element_bytes / 16 + 2; // the most aligned vectors of 16 bytes that it can overlap
   if (width == 1) {
     return 1;
   }
-  if (windows > 32 * 8) {
+  if (vectors > 32 * 8) {
     return block;
   }
   int32_t threads = 2;
-  while (threads < 32 && threads < windows) {
+  while (threads < 32 && threads < vectors) {
     threads *= 2;
   }
   return threads;
@@ -48,16 +48,16 @@ GRADSCALE_HOST_DEVICE int32_t threads_for_short_row(int64_t width, int64_t eleme
   return threads;
 }
 
-constexpr int kWindowsPerThread = 8; // kept unconverted in registers: 128 bytes
+constexpr int kVectorsPerThread = 8; // kept unconverted in registers: 128 bytes
 
-// The number of threads per row if they keep all of its windows unconverted in registers; 0 if a warp has too few
-// registers. As few threads as possible, but at least 4 for more than 4 windows, so that loads coalesce.
-inline int32_t threads_for_row_in_registers(int64_t windows) {
-  if (windows > 32 * kWindowsPerThread) {
+// The number of threads per row if they keep all of its vectors unconverted in registers; 0 if a warp has too few
+// registers. As few threads as possible, but at least 4 for more than 4 vectors, so that loads coalesce.
+inline int32_t threads_for_row_in_registers(int64_t vectors) {
+  if (vectors > 32 * kVectorsPerThread) {
     return 0;
   }
   int32_t threads = 2;
-  while (windows > threads * (threads < 4 ? 2 : kWindowsPerThread)) {
+  while (vectors > threads * (threads < 4 ? 2 : kVectorsPerThread)) {
     threads *= 2;
   }
   return threads;

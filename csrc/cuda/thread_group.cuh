@@ -1,5 +1,5 @@
 // How the threads of a GPU share rows: the group of threads that owns a row, and reading and writing the 16-byte
-// windows that contain the row.
+// vectors that contain the row.
 #pragma once
 
 #include "../formulas/element.h"
@@ -83,7 +83,7 @@ struct RowOfThread {
 };
 
 template <class T>
-constexpr int kVector = 16 / static_cast<int>(sizeof(T)); // elements of a window
+constexpr int kVector = 16 / static_cast<int>(sizeof(T)); // elements of a vector
 
 template <class T>
 struct alignas(16) Vector16 {
@@ -94,19 +94,19 @@ GRADSCALE_DEVICE bool aligned(const void* address) {
   return reinterpret_cast<uintptr_t>(address) % 16 == 0;
 }
 
-// The windows of a row: window w has kVector<T> elements from element first(w) on. Some elements of the first and the
-// last window may be outside the row.
+// The aligned vectors of a row: vector v has kVector<T> elements from element first(v) on. Some elements of the first
+// and the last vector may be outside the row.
 template <class T>
-struct Windows {
-  int32_t shift; // elements of the first window that come before the row
+struct AlignedVectors {
+  int32_t shift; // elements of the first vector that come before the row
   int32_t count;
 
-  GRADSCALE_DEVICE Windows(const T* row, int32_t width)
+  GRADSCALE_DEVICE AlignedVectors(const T* row, int32_t width)
       : shift(static_cast<int32_t>(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T))),
         count(width == 0 ? 0 : (shift + width + kVector<T> - 1) / kVector<T>) {
   }
-  GRADSCALE_DEVICE int32_t first(int32_t window) const {
-    return window * kVector<T> - shift;
+  GRADSCALE_DEVICE int32_t first(int32_t vector) const {
+    return vector * kVector<T> - shift;
   }
 };
 
@@ -160,15 +160,15 @@ GRADSCALE_DEVICE void write_elements(T* row, int32_t width, int32_t first, const
   }
 }
 
-// Calls function(values, first) for the windows of a thread in the group that owns a row. `values` are the
+// Calls function(values, first) for the vectors of a thread in the group that owns a row. `values` are the
 // elements from element `first` on; those outside the row are `absent`.
 template <class T, class A, class Function>
-GRADSCALE_DEVICE void each_window(const T* row, int32_t width, const ThreadGroup& group, A absent, Function function) {
-  const Windows<T> windows(row, width);
-  for (int32_t window = group.rank; window < windows.count; window += group.size) {
+GRADSCALE_DEVICE void each_vector(const T* row, int32_t width, const ThreadGroup& group, A absent, Function function) {
+  const AlignedVectors<T> vectors(row, width);
+  for (int32_t vector = group.rank; vector < vectors.count; vector += group.size) {
     A values[kVector<T>];
-    read_elements<kVector<T>>(row, width, windows.first(window), absent, values);
-    function(values, windows.first(window));
+    read_elements<kVector<T>>(row, width, vectors.first(vector), absent, values);
+    function(values, vectors.first(vector));
   }
 }
 

@@ -108,7 +108,7 @@ void rescale_groups(const RescaleCall& call) {
 int32_t threads_for_group_in_registers(const RescaleCall& call) {
   const auto begins = reinterpret_cast<uintptr_t>(call.from) | reinterpret_cast<uintptr_t>(call.to);
   const int64_t bytes = call.size * element_size(call.element);
-  const bool whole = begins % 16 == 0 && bytes % 16 == 0; // each group consists of whole windows
+  const bool whole = begins % 16 == 0 && bytes % 16 == 0; // each group consists of whole vectors
   return whole && call.p == 2 && call.element != Element::float64 ? threads_for_row_in_registers(bytes / 16) : 0;
 }
 

@@ -19,7 +19,7 @@ struct ScaleCall {
   void* data[3];                // out, gradient, scale
 };
 
-constexpr int64_t kElementsOfBlock = 4096; // of contiguous tensors: 2, 4 or 8 windows of 16 bytes per thread
+constexpr int64_t kElementsOfBlock = 4096; // of contiguous tensors: 2, 4 or 8 vectors of 16 bytes per thread
 
 // Groups of contiguous elements, rescaled by their norms, on a CPU or a device. Complex elements are pairs of numbers;
 // p must be 2 for them.

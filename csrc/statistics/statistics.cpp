@@ -173,12 +173,12 @@ void run(
 
 void launch_statistics(
     const std::vector<TensorRange>& ranges, double p, const StatisticsOut& out, const OnDevice& device) {
-  const bool windows = p == 2 || std::isinf(p);
+  const bool by_vectors = p == 2 || std::isinf(p);
   const auto has_chunks = [](const ListedTensor& tensor) { return tensor_blocks(tensor, kChunkOfStatistics) > 1; };
   for_each_list_of_tensors(ranges, kChunkOfStatistics, [&](const auto& list, int64_t blocks) {
     StatisticsArguments<std::decay_t<decltype(list)>> arguments{list, nullptr, p, out};
     constexpr const char* file = "statistics/cuda/statistics.cuh";
-    const std::string name = instance("chunk_statistics", {windows ? "true" : "false", type_name(list)});
+    const std::string name = instance("chunk_statistics", {by_vectors ? "true" : "false", type_name(list)});
     const bool has_parts = std::any_of(list.ranges + list.singles, list.ranges + list.count, has_chunks);
     at::Tensor memory;
     if (has_parts) {

@@ -1,6 +1,6 @@
 // clip_gradient_norm and normalize_gradient: groups rescaled by their norms.
 //
-// rescale_kept      for p = 2 and groups of whole windows of 16 bytes, with elements narrower than double. A few
+// rescale_kept      for p = 2 and groups of whole vectors of 16 bytes, with elements narrower than double. A few
 //                   threads of a warp keep a group unconverted in registers, up to 128 bytes each: read once, written
 //                   once. A thread issues all its loads before it uses the first, so that 2 blocks have up to 64 KB of
 //                   loads in flight.
@@ -25,18 +25,18 @@ GRADSCALE_DEVICE void scale_range(const T* from, T* to, int32_t size, const Scal
   }
 }
 
-// Multiplies the elements of windows by the factor; the root is 1 or 0.
+// Multiplies the elements of vectors by the factor; the root is 1 or 0.
 template <class T, int count>
-GRADSCALE_DEVICE void scale(Window<T> (&windows)[count], const Scaling& by) {
+GRADSCALE_DEVICE void scale(RawVector<T> (&vectors)[count], const Scaling& by) {
   const auto change = [&](auto scaled) {
 #pragma unroll
-    for (Window<T>& window : windows) {
-      Window<T> changed{};
+    for (RawVector<T>& vector : vectors) {
+      RawVector<T> changed{};
 #pragma unroll
-      for (int k = 0; k < Window<T>::kSize; ++k) {
-        changed.set(k, from_accumulate<T, float>(scaled(window[k])));
+      for (int k = 0; k < RawVector<T>::kSize; ++k) {
+        changed.set(k, from_accumulate<T, float>(scaled(vector[k])));
       }
-      window = changed;
+      vector = changed;
     }
   };
   if (by.is_normal_in_float()) {
@@ -54,15 +54,15 @@ rescale_kept(GRADSCALE_ARGUMENT(RescaleCall) call) {
   const ThreadGroup group{threads, static_cast<int>(threadIdx.x) % threads, nullptr};
   const int64_t index = static_cast<int64_t>(blockIdx.x) * (kThreads / threads) + threadIdx.x / threads;
   const bool active = index < call.groups;
-  const int32_t windows = active ? static_cast<int32_t>(call.size) / Window<T>::kSize : 0;
-  const int64_t begin = (active ? index * call.size : 0) + group.rank * Window<T>::kSize;
+  const int32_t vectors = active ? static_cast<int32_t>(call.size) / RawVector<T>::kSize : 0;
+  const int64_t begin = (active ? index * call.size : 0) + group.rank * RawVector<T>::kSize;
   const T* from = static_cast<const T*>(call.from) + begin;
   T* to = static_cast<T*>(call.to) + begin;
-  Window<T> kept[kWindowsPerThread] = {};
+  RawVector<T> kept[kVectorsPerThread] = {};
 #pragma unroll
-  for (int c = 0; c < kWindowsPerThread; ++c) {
-    if (group.rank + c * threads < windows) {
-      kept[c] = load16<Window<T>>(from + c * threads * Window<T>::kSize);
+  for (int c = 0; c < kVectorsPerThread; ++c) {
+    if (group.rank + c * threads < vectors) {
+      kept[c] = load16<RawVector<T>>(from + c * threads * RawVector<T>::kSize);
     }
   }
   const PowerSum sum{group.sum(squares_of(kept)), 1};
@@ -72,9 +72,9 @@ rescale_kept(GRADSCALE_ARGUMENT(RescaleCall) call) {
   }
   scale(kept, by);
 #pragma unroll
-  for (int c = 0; c < kWindowsPerThread; ++c) {
-    if (group.rank + c * threads < windows) {
-      store16(to + c * threads * Window<T>::kSize, kept[c]);
+  for (int c = 0; c < kVectorsPerThread; ++c) {
+    if (group.rank + c * threads < vectors) {
+      store16(to + c * threads * RawVector<T>::kSize, kept[c]);
     }
   }
 }

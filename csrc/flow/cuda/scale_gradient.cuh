@@ -1,6 +1,6 @@
 // out = gradient * scale for every element.
 //
-// scale_dense       contiguous gradients, and a scale that is contiguous or one number. A thread computes windows of 16
+// scale_dense       contiguous gradients, and a scale that is contiguous or one number. A thread computes vectors of 16
 //                   bytes: the gradient is read once and the result is written once.
 // scale_broadcast   all others. A thread computes one element, and finds its scale by the strides.
 #pragma once
@@ -26,9 +26,9 @@ scale_dense(GRADSCALE_ARGUMENT(ScaleCall) call) {
   const T* gradient = static_cast<const T*>(call.data[1]) + begin;
   const bool one_scale = call.strides[2][0] == 0 || call.count == 1;
   const A scale = one_scale ? read_scale<A>(call, call.data[2]) : A(0);
-  const Windows<T> windows(gradient, count);
-  for (int32_t window = threadIdx.x; window < windows.count; window += kThreads) {
-    const int32_t first = windows.first(window);
+  const AlignedVectors<T> vectors(gradient, count);
+  for (int32_t vector = threadIdx.x; vector < vectors.count; vector += kThreads) {
+    const int32_t first = vectors.first(vector);
     A values[size], scales[size];
     read_elements<size>(gradient, count, first, A(0), values);
     if (one_scale) {

@@ -11,11 +11,11 @@
 
 namespace gradscale {
 
-// ---- Sums of windows ------------------------------------------------------------------------------------------------
+// ---- Sums of vectors ------------------------------------------------------------------------------------------------
 
-// Elements narrower than double, for norms of order 2 or inf. A window of 16 bytes is summed in float, and the sums of
-// windows are added in double. Where float would lose precision, or an element is not finite, the warp computes the
-// sums of its windows again, element by element in double, where no sum of squares of such elements overflows or
+// Elements narrower than double, for norms of order 2 or inf. A vector of 16 bytes is summed in float, and the sums of
+// vectors are added in double. Where float would lose precision, or an element is not finite, the warp computes the
+// sums of its vectors again, element by element in double, where no sum of squares of such elements overflows or
 // underflows.
 
 // Sums over elements: powers, sum and largest magnitude of the finite ones.
@@ -28,15 +28,15 @@ struct ChunkSums {
   int32_t infs;
 };
 
-// The smallest and the largest magnitude of windows. NaN is passed over, or is treated as some number.
+// The smallest and the largest magnitude in vectors. NaN is passed over, or is treated as some number.
 template <class T>
 struct MagnitudeExtremes {
   uint32_t least = 0xffffffffu; // two numbers
   uint32_t most = 0;
 
-  GRADSCALE_DEVICE void add(const Window<T>& window) {
+  GRADSCALE_DEVICE void add(const RawVector<T>& vector) {
 #pragma unroll
-    for (const uint32_t word : window.words) {
+    for (const uint32_t word : vector.words) {
       const uint32_t magnitudes = word & 0x7fff7fffu;
       least = smaller_pair(T(), least, magnitudes);
       most = larger_pair(T(), most, magnitudes);
@@ -46,8 +46,8 @@ struct MagnitudeExtremes {
     return (least & 0xffff) == 0 || least >> 16 == 0;
   }
   GRADSCALE_DEVICE float largest() const {
-    const Window<T> window{most};
-    return larger(window[0], window[1]);
+    const RawVector<T> vector{most};
+    return larger(vector[0], vector[1]);
   }
 };
 
@@ -56,11 +56,11 @@ struct MagnitudeExtremes<float> {
   float least = INFINITY;
   float most = 0;
 
-  GRADSCALE_DEVICE void add(const Window<float>& window) {
+  GRADSCALE_DEVICE void add(const RawVector<float>& vector) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      least = std::fmin(least, std::abs(window[k]));
-      most = larger(most, std::abs(window[k]));
+      least = std::fmin(least, std::abs(vector[k]));
+      most = larger(most, std::abs(vector[k]));
     }
   }
   GRADSCALE_DEVICE bool has_zero() const {
@@ -71,11 +71,11 @@ struct MagnitudeExtremes<float> {
   }
 };
 
-constexpr int kWindowsAtOnce = 8; // of a thread: 128 bytes of loads are issued before the first is used
+constexpr int kVectorsAtOnce = 8; // of a thread: 128 bytes of loads are issued before the first is used
 
 // The sums of a thread of a warp.
 template <class T>
-struct WindowSums {
+struct VectorSums {
   double squares = 0;
   double sum = 0;
   float largest = 0;
@@ -83,19 +83,19 @@ struct WindowSums {
   int32_t nans = 0;
   int32_t infs = 0;
 
-  // All threads of the warp add their windows. Returns false if the windows were not added, because float would lose
+  // All threads of the warp add their vectors. Returns false if the vectors were not added, because float would lose
   // precision or an element is not finite.
-  GRADSCALE_DEVICE bool add(const Window<T> (&windows)[kWindowsAtOnce]) {
-    WindowSums next = *this;
+  GRADSCALE_DEVICE bool add(const RawVector<T> (&vectors)[kVectorsAtOnce]) {
+    VectorSums next = *this;
     MagnitudeExtremes<T> extremes;
     float all_squares = 0;
 #pragma unroll
-    for (const Window<T>& window : windows) {
-      const float squares = window.squares();
+    for (const RawVector<T>& vector : vectors) {
+      const float squares = vector.squares();
       all_squares += squares;
       next.squares += static_cast<double>(squares);
-      next.sum += static_cast<double>(window.sum());
-      extremes.add(window);
+      next.sum += static_cast<double>(vector.sum());
+      extremes.add(vector);
     }
     const float most = extremes.largest();
     next.largest = larger(next.largest, most);
@@ -105,23 +105,23 @@ struct WindowSums {
         return false;
       }
 #pragma unroll
-      for (const Window<T>& window : windows) {
-        next.zeros += window.zeros();
+      for (const RawVector<T>& vector : vectors) {
+        next.zeros += vector.zeros();
       }
     }
     *this = next;
     return true;
   }
-  // Adds a window element by element in double.
-  GRADSCALE_DEVICE void add_each(const Window<T>& window) {
+  // Adds a vector element by element in double.
+  GRADSCALE_DEVICE void add_each(const RawVector<T>& vector) {
     using M = Magnitude<float>;
 #pragma unroll
-    for (int k = 0; k < Window<T>::kSize; ++k) {
-      const M::Bits bits = M::bits(window[k]);
+    for (int k = 0; k < RawVector<T>::kSize; ++k) {
+      const M::Bits bits = M::bits(vector[k]);
       zeros += bits == 0;
       nans += bits > M::kInfinity;
       infs += bits == M::kInfinity;
-      const float finite = bits < M::kInfinity ? window[k] : 0;
+      const float finite = bits < M::kInfinity ? vector[k] : 0;
       const auto number = static_cast<double>(finite);
       squares += number * number;
       sum += number;
@@ -130,45 +130,45 @@ struct WindowSums {
   }
 };
 
-// Sums this thread's windows of a chunk. The windows are distributed over the warps of the thread group. Each lane has
-// the same number of windows. Those beyond the chunk are zeros, which are counted too.
+// Sums this thread's vectors of a chunk. The vectors are distributed over the warps of the thread group. Each lane has
+// the same number of vectors. Those beyond the chunk are zeros, which are counted too.
 template <class T>
-GRADSCALE_DEVICE ChunkSums window_sums(const T* data, int32_t size, const ThreadGroup& group) {
-  constexpr int32_t kOfWarp = 32 * kWindowsAtOnce;
-  const Windows<T> windows(data, size);
+GRADSCALE_DEVICE ChunkSums vector_sums(const T* data, int32_t size, const ThreadGroup& group) {
+  constexpr int32_t kOfWarp = 32 * kVectorsAtOnce;
+  const AlignedVectors<T> vectors(data, size);
   const int32_t lane = group.rank % 32;
-  WindowSums<T> own;
-  for (int32_t begin = group.rank / 32 * kOfWarp; begin < windows.count; begin += group.size * kWindowsAtOnce) {
-    const int32_t first = windows.first(begin);
-    Window<T> now[kWindowsAtOnce];
-    if (first >= 0 && first + kOfWarp * Window<T>::kSize <= size) { // the same for all of the warp
-      const T* const own_data = data + first + lane * Window<T>::kSize;
+  VectorSums<T> own;
+  for (int32_t begin = group.rank / 32 * kOfWarp; begin < vectors.count; begin += group.size * kVectorsAtOnce) {
+    const int32_t first = vectors.first(begin);
+    RawVector<T> now[kVectorsAtOnce];
+    if (first >= 0 && first + kOfWarp * RawVector<T>::kSize <= size) { // the same for all of the warp
+      const T* const own_data = data + first + lane * RawVector<T>::kSize;
 #pragma unroll
-      for (int c = 0; c < kWindowsAtOnce; ++c) {
-        now[c] = read16<Window<T>>(own_data + 32 * c * Window<T>::kSize);
+      for (int c = 0; c < kVectorsAtOnce; ++c) {
+        now[c] = read16<RawVector<T>>(own_data + 32 * c * RawVector<T>::kSize);
       }
     } else {
 #pragma unroll
-      for (int c = 0; c < kWindowsAtOnce; ++c) {
-        now[c] = read_window(data, size, windows.first(begin + 32 * c + lane));
+      for (int c = 0; c < kVectorsAtOnce; ++c) {
+        now[c] = read_raw_vector(data, size, vectors.first(begin + 32 * c + lane));
       }
     }
     if (!own.add(now)) {
 #pragma unroll 1
-      for (int c = 0; c < kWindowsAtOnce; ++c) { // read again, because registers are few
-        own.add_each(read_window(data, size, windows.first(begin + 32 * c + lane)));
+      for (int c = 0; c < kVectorsAtOnce; ++c) { // read again, because registers are few
+        own.add_each(read_raw_vector(data, size, vectors.first(begin + 32 * c + lane)));
       }
     }
   }
   return {own.squares, own.sum, static_cast<double>(own.largest), own.zeros, own.nans, own.infs};
 }
 
-// The number of zeros beyond the end of a chunk that window_sums() counts.
+// The number of zeros beyond the end of a chunk that vector_sums() counts.
 template <class T>
 GRADSCALE_DEVICE int32_t padding_zeros(const T* data, int32_t size) {
-  constexpr int32_t kOfWarp = 32 * kWindowsAtOnce;
-  const int32_t count = (Windows<T>(data, size).count + kOfWarp - 1) / kOfWarp * kOfWarp;
-  return count * Window<T>::kSize - size;
+  constexpr int32_t kOfWarp = 32 * kVectorsAtOnce;
+  const int32_t count = (AlignedVectors<T>(data, size).count + kOfWarp - 1) / kOfWarp * kOfWarp;
+  return count * RawVector<T>::kSize - size;
 }
 
 // ---- Sums of elements, for float64 and other norms ------------------------------------------------------------------
@@ -180,7 +180,7 @@ GRADSCALE_DEVICE void add_finite(
   using A = Accumulate<T>;
   double own_powers = 0;
   double own_sum = 0;
-  each_window(data, size, group, A(0), [&](const A* values, int32_t) { // 0 outside of the range adds nothing
+  each_vector(data, size, group, A(0), [&](const A* values, int32_t) { // 0 outside of the range adds nothing
 #pragma unroll
     for (int k = 0; k < kVector<T>; ++k) {
       if (Magnitude<A>::bits(values[k]) < Magnitude<A>::kInfinity) {
@@ -200,7 +200,7 @@ GRADSCALE_DEVICE ChunkSums element_sums(const T* data, int32_t size, double p, c
   using A = Accumulate<T>;
   using M = Magnitude<A>;
   ChunkSums own{0, 0, 0, 0, 0, 0};
-  each_window(data, size, group, A(0), [&](const A* values, int32_t first) {
+  each_vector(data, size, group, A(0), [&](const A* values, int32_t first) {
 #pragma unroll
     for (int k = 0; k < kVector<T>; ++k) {
       const typename M::Bits bits = M::bits(values[k]);
@@ -225,20 +225,20 @@ GRADSCALE_DEVICE ChunkSums element_sums(const T* data, int32_t size, double p, c
 
 // ---- The kernels ----------------------------------------------------------------------------------------------------
 
-// Computes the statistics of a chunk with the threads of a thread group, for a norm of order p. If `windows` is true, p
-// is 2 or inf, and elements narrower than double are summed in windows of 16 bytes, whose sums of squares need no root.
+// Computes the statistics of a chunk with the threads of a thread group, for a norm of order p. If `by_vectors` is
+// true, p is 2 or inf, and elements narrower than double are summed in vectors of 16 bytes, whose squares need no root.
 // each_type(function) calls function(data, size) with a pointer to elements of their type.
-template <bool windows, class EachType>
+template <bool by_vectors, class EachType>
 GRADSCALE_DEVICE ChunkStatistics statistics_of(const EachType& each_type, double p, const ThreadGroup& group) {
   const bool is_maximum = std::isinf(p);
   ChunkSums own{};
   int32_t padding = 0; // zeros beyond the end of the chunk that the thread group has counted too
   each_type([&](const auto* data, int32_t size) {
-    if constexpr (windows && sizeof(*data) < sizeof(double)) {
-      own = window_sums(data, size, group);
+    if constexpr (by_vectors && sizeof(*data) < sizeof(double)) {
+      own = vector_sums(data, size, group);
       padding = padding_zeros(data, size);
     } else {
-      own = element_sums(data, size, windows ? 2 : p, group);
+      own = element_sums(data, size, by_vectors ? 2 : p, group);
     }
   });
   const ChunkSums all{
@@ -252,8 +252,8 @@ GRADSCALE_DEVICE ChunkStatistics statistics_of(const EachType& each_type, double
   if (!is_safe(sums.powers) && all.largest > 0) { // the same for all threads; the sums overflow or underflow
     sums.root = root_for(all.largest, p);
     each_type([&](const auto* data, int32_t size) {
-      if constexpr (!windows || sizeof(*data) == sizeof(double)) {
-        add_finite(data, size, windows ? 2 : p, 1 / sums.root, group, sums.powers, sums.sum);
+      if constexpr (!by_vectors || sizeof(*data) == sizeof(double)) {
+        add_finite(data, size, by_vectors ? 2 : p, 1 / sums.root, group, sums.powers, sums.sum);
       }
     });
     if (is_maximum) {
@@ -264,22 +264,22 @@ GRADSCALE_DEVICE ChunkStatistics statistics_of(const EachType& each_type, double
 }
 
 // Stores the statistics of a tensor. Called by one thread.
-template <bool windows, class List>
+template <bool by_vectors, class List>
 GRADSCALE_DEVICE void store_statistics(
     const StatisticsArguments<List>& arguments, const ListedTensor& tensor, const ChunkStatistics& all) {
-  const double p = windows ? (std::isinf(arguments.p) ? static_cast<double>(INFINITY) : 2) : arguments.p;
+  const double p = by_vectors ? (std::isinf(arguments.p) ? static_cast<double>(INFINITY) : 2) : arguments.p;
   arguments.out.store(tensor.index, all.sums, tensor.size, tensor.implicit_zeros, all.zeros, all.nans, all.infs, p);
 }
 
-// Blocks of window_sums() on a multiprocessor. Before sm_80, the registers of three would spill.
+// Blocks of vector_sums() on a multiprocessor. Before sm_80, the registers of three would spill.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-constexpr int kWindowBlocks = 2;
+constexpr int kVectorBlocks = 2;
 #else
-constexpr int kWindowBlocks = 3;
+constexpr int kVectorBlocks = 3;
 #endif
 
-template <bool windows, class List>
-GRADSCALE_KERNEL(kThreads, windows ? kWindowBlocks : 2)
+template <bool by_vectors, class List>
+GRADSCALE_KERNEL(kThreads, by_vectors ? kVectorBlocks : 2)
 chunk_statistics(GRADSCALE_ARGUMENT(StatisticsArguments<List>) arguments) {
   GRADSCALE_SHARED(double, shared, kWarps);
   const List& list = arguments.list;
@@ -293,9 +293,9 @@ chunk_statistics(GRADSCALE_ARGUMENT(StatisticsArguments<List>) arguments) {
         function(static_cast<const decltype(type)*>(tensor.data), static_cast<int32_t>(tensor.size));
       });
     };
-    const ChunkStatistics all = statistics_of<windows>(each_type, arguments.p, warp_threads());
+    const ChunkStatistics all = statistics_of<by_vectors>(each_type, arguments.p, warp_threads());
     if (threadIdx.x % 32 == 0) {
-      store_statistics<windows>(arguments, list.ranges[warp_index()], all);
+      store_statistics<by_vectors>(arguments, list.ranges[warp_index()], all);
     }
     return;
   }
@@ -306,11 +306,11 @@ chunk_statistics(GRADSCALE_ARGUMENT(StatisticsArguments<List>) arguments) {
       function(static_cast<const decltype(type)*>(chunk.tensor.data) + chunk.begin, chunk.size);
     });
   };
-  const ChunkStatistics all = statistics_of<windows>(each_type, arguments.p, block_threads(shared));
+  const ChunkStatistics all = statistics_of<by_vectors>(each_type, arguments.p, block_threads(shared));
   if (threadIdx.x == 0) {
     const ListedTensor& tensor = list.range_for_block(blockIdx.x);
     if (tensor_blocks(tensor, kChunkOfStatistics) == 1) {
-      store_statistics<windows>(arguments, tensor, all);
+      store_statistics<by_vectors>(arguments, tensor, all);
     } else {
       arguments.chunks[blockIdx.x - list.blocks_of_singles()] = all;
     }

@@ -15,15 +15,15 @@ GRADSCALE_DEVICE void encode_row(T* row, int32_t width, const Target& target, co
   using A = Accumulate<T>;
   constexpr int size = kVector<T>;
   const A elsewhere = target.is_nan() ? static_cast<A>(NAN) : A(0);
-  const Windows<T> windows(row, width);
-  for (int32_t window = group.rank; window < windows.count; window += group.size) {
+  const AlignedVectors<T> vectors(row, width);
+  for (int32_t vector = group.rank; vector < vectors.count; vector += group.size) {
     A values[size];
 #pragma unroll
     for (int k = 0; k < size; ++k) {
-      const int32_t j = windows.first(window) + k;
+      const int32_t j = vectors.first(vector) + k;
       values[k] = j >= target.begin && j < target.end ? static_cast<A>(target.mass(j)) : elsewhere;
     }
-    write_elements<size>(row, width, windows.first(window), values);
+    write_elements<size>(row, width, vectors.first(vector), values);
   }
 }
 
