@@ -36,7 +36,7 @@ struct Gradient {
 };
 
 // The gradients of the predictions whose gradients are wanted. The layout has no gaps, because nothing would write to
-// them. `_shapes` in gradscale_ext/loss/operator.py computes the same sizes.
+// them.
 struct Layout {
   std::vector<JoinedGradients> joined;
   std::vector<Gradient> gradients;

@@ -8,6 +8,7 @@
 #include "checks.h"
 
 #include <ATen/TensorGeometry.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/hypot.h>
 #include <ATen/ops/linalg_vector_norm.h>
@@ -16,6 +17,8 @@
 #include <c10/util/accumulate.h>
 
 #include <cmath>
+#include <initializer_list>
+#include <type_traits>
 #include <utility>
 
 namespace gradscale {
@@ -155,7 +158,7 @@ std::string Heads::words(const Part& part) const {
 
 // ---- The given tensors ----------------------------------------------------------------------------------------------
 
-void Call::measure() {
+void Call::find_types() {
   if (predictions.size() != heads->size() || targets.size() != heads->size()) {
     throw Refusal{"heads", c10::str("has ", heads->size(), " heads")};
   }
@@ -168,16 +171,20 @@ void Call::measure() {
       entries.first = std::exchange(count, count + entries.tensors.size());
     }
   }
-  const Entries& entries = predictions[0][0];
-  const at::Tensor& first = entries.tensors[0];
-  batch = first.dim() > batch_dim(entries) ? first.size(batch_dim(entries)) : 0;
-  num_steps = count_steps();
-  on_device = runs_kernels(first.device());
   is_double = false;
   each_prediction([&](const Entries&, const at::Tensor& tensor, size_t) {
     is_double = is_double || tensor.scalar_type() == at::kDouble;
   });
-  sum_options = at::TensorOptions().dtype(is_double ? at::kDouble : at::kFloat).device(first.device());
+  const c10::Device device = predictions[0][0].tensors[0].device();
+  sum_options = at::TensorOptions().dtype(is_double ? at::kDouble : at::kFloat).device(device);
+  on_device = runs_kernels(device);
+}
+
+void Call::find_sizes() {
+  const Entries& entries = predictions[0][0];
+  const at::Tensor& first = entries.tensors[0];
+  batch = first.dim() > batch_dim(entries) ? first.size(batch_dim(entries)) : 0;
+  num_steps = count_steps();
 }
 
 int64_t Call::count_steps() const {
@@ -204,32 +211,76 @@ bool Call::wants_head(size_t head) const {
 bool Call::has_logits(size_t h) const {
   const Kind kind = (*heads)[h].kind;
   return gradscale::has_logits(kind) || kind == Kind::categorical_kl ||
-         (kind == Kind::policy_gradient && !predictions[h][0].sizes(0).empty());
+         (kind == Kind::policy_gradient && predictions[h][0].row_dims() > 0);
 }
 
 // ---- Outputs and gradients ------------------------------------------------------------------------------------------
 
+namespace {
+
+// A tensor for a result. A tracer's symbolic sizes get no memory.
+at::Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  return empty_large(sizes, options);
+}
+at::Tensor empty_result(c10::SymIntArrayRef sizes, const at::TensorOptions& options) {
+  return at::empty_symint(sizes, options);
+}
+
+template <class Size>
+Size size_of(const at::Tensor& tensor, int64_t dim) {
+  if constexpr (std::is_same_v<Size, int64_t>) {
+    return tensor.size(dim);
+  } else {
+    return tensor.sym_size(dim);
+  }
+}
+
+} // namespace
+
+template <class Size>
 void Call::make_outputs() {
-  const auto num_heads = static_cast<int64_t>(heads->size());
-  outputs.per_sample = empty_large({batch}, sum_options);
-  const auto make_loss = [&] {
-    return reduction == Reduction::none ? empty_tensor({batch}, sum_options) : empty_tensor({}, sum_options);
+  const auto make = [&](std::initializer_list<Size> sizes) {
+    return empty_result(c10::ArrayRef<Size>(sizes), sum_options);
+  };
+  const Size samples = size_of<Size>(predictions[0][0].tensors[0], batch_dim(predictions[0][0]));
+  const auto make_loss = [&] { return reduction == Reduction::none ? make({samples}) : make({}); };
+  // A number per sample and step of a head. The steps of a sample are adjacent in memory, also in [T_h, B].
+  const auto make_entries = [&](size_t h) {
+    const Entries& entries = predictions[h][0];
+    if (!steps) {
+      return make({samples});
+    }
+    const Size count = entries.stacked ? size_of<Size>(entries.tensors[0], 1 - batch_dim())
+                                       : Size(static_cast<int64_t>(entries.tensors.size()));
+    return batch_first ? make({samples, count})
+                       : at::symint::empty_strided<Size>({count, samples}, {1, count}, sum_options);
   };
   outputs.loss = make_loss();
+  outputs.per_sample = make({samples});
   for (at::Tensor* output :
        {&outputs.head_means, &outputs.head_losses, &outputs.head_gradient_norms, &outputs.max_abs_logit}) {
-    *output = empty_tensor({num_heads}, sum_options);
+    *output = make({Size(static_cast<int64_t>(heads->size()))});
   }
-  outputs.num_nonfinite = empty_tensor({}, sum_options.dtype(at::kLong));
-  int64_t segments = 0;
+  outputs.num_nonfinite = empty_result(c10::ArrayRef<Size>(), sum_options.dtype(at::kLong));
   for (size_t h = 0; h < heads->size(); ++h) {
     outputs.per_step.push_back(make_entries(h));
     outputs.details.push_back(has_detail(h) ? make_entries(h) : at::Tensor());
     outputs.log_probs.push_back(is_policy((*heads)[h].kind) ? make_entries(h) : at::Tensor());
     for (Tensors* of_policy : {&outputs.approx_kl, &outputs.clip_fraction}) {
-      of_policy->push_back(has_old_policy(h) ? empty_tensor({}, sum_options) : at::Tensor());
+      of_policy->push_back(has_old_policy(h) ? make({}) : at::Tensor());
     }
     outputs.shares.push_back(head_weights[h].wants_gradient ? make_loss() : at::Tensor());
+  }
+}
+
+void Call::trace_outputs() {
+  find_types();
+  make_outputs<c10::SymInt>();
+}
+
+void Call::make_scratch() {
+  int64_t segments = 0;
+  for (size_t h = 0; h < heads->size(); ++h) {
     segments += num_steps - (*heads)[h].first_step;
   }
   metrics = empty_large({segments, batch, 2}, sum_options.dtype(at::kDouble));
@@ -246,7 +297,7 @@ void Call::make_outputs() {
   }
   for (size_t h = 0; h < heads->size() && !counts.defined(); ++h) {
     if (counts_on_device(h)) {
-      counts = empty_tensor({num_heads}, sum_options.dtype(at::kDouble));
+      counts = empty_tensor({static_cast<int64_t>(heads->size())}, sum_options.dtype(at::kDouble));
     }
   }
 }
@@ -256,16 +307,6 @@ bool Call::counts_on_device(size_t head) const {
   const NumEntries& given = num_entries[head];
   return on_device && reduction == Reduction::valid_mean && mask[head].defined() && given.number == 0 &&
          !given.tensor.defined();
-}
-
-// Allocates a number per sample and step of a head. The steps of a sample are adjacent in memory, also in [T_h, B].
-at::Tensor Call::make_entries(size_t head) const {
-  const int64_t head_steps = num_steps - (*heads)[head].first_step;
-  if (!steps) {
-    return empty_large({batch}, sum_options);
-  }
-  return batch_first ? empty_large({batch, head_steps}, sum_options)
-                     : at::empty_strided({head_steps, batch}, {1, head_steps}, sum_options);
 }
 
 void Call::make_gradients() {
@@ -300,7 +341,8 @@ Pass Call::begin_pass() {
   Pass pass{};
   pass.is_backward = grad_output.defined();
   if (!pass.is_backward) {
-    measure();
+    find_types();
+    find_sizes();
     Checks(*this).all();
   }
   pass.has_gradients = !gradients.empty();
@@ -308,7 +350,8 @@ Pass Call::begin_pass() {
     make_gradients();
   }
   if (!on_device || !pass.is_backward) {
-    make_outputs();
+    make_outputs<int64_t>();
+    make_scratch();
   }
   outputs.per_step.resize(heads->size());
   outputs.details.resize(heads->size());

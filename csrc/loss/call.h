@@ -221,6 +221,9 @@ struct Entries {
   int64_t leading_dims() const {
     return sums_gradient() ? 0 : (stacked ? 2 : 1);
   }
+  int64_t row_dims() const {
+    return tensors[0].dim() - leading_dims();
+  }
   // The sizes of the dimensions after these. Step 0 is the first step of the head.
   at::IntArrayRef sizes(int64_t step) const {
     return tensors[stacked || shared ? 0 : step].sizes().slice(leading_dims());
@@ -305,6 +308,8 @@ struct Call : Options {
   // launches that computed it.
   Pass begin_pass();
   void end_pass(std::shared_ptr<const Launches> used);
+  // Makes outputs without values, whose sizes may be symbols, for a tracer.
+  void trace_outputs();
   // Adds up the gradients of shared log_stds over their rows, and adds the sums to head_gradient_norms.
   void sum_scales(Tensors& sums, bool adds_norms) const;
 
@@ -316,11 +321,13 @@ struct Call : Options {
   Slab slab(const at::Tensor& tensor, int64_t stride) const;
 
  private:
-  // Finds the sizes and the types of a call.
-  void measure();
-  // Makes tensors for the results of a forward pass.
+  void find_types();
+  void find_sizes();
+  // Makes tensors for the results of a forward pass. Size: int64_t, or c10::SymInt for a tracer.
+  template <class Size>
   void make_outputs();
-  at::Tensor make_entries(size_t head) const;
+  // Makes tensors that only the kernels use.
+  void make_scratch();
   // Allocates contiguous gradients with the shapes of the predictions.
   void make_gradients();
 

@@ -19,6 +19,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/enum_tag.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -83,14 +84,15 @@ std::string schema(const std::string& overload, const std::string& last) {
   return schema + last + ") -> Tensor[]";
 }
 
-// Reads the record of the heads.
+// Reads the record of the heads. A tracer has no values of the numbers that vary, which stay NaN.
 Heads heads_from(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> given) {
   std::vector<double> numbers = given[kHeadNumbers].toDoubleVector();
   const Tensors varying = op.schema().overload_name() == "varying" ? given.back().toTensorVector() : Tensors();
   size_t next = 0;
   for (double& number : numbers) {
     if (std::isnan(number) && next < varying.size()) {
-      number = varying[next++].item<double>();
+      const at::Tensor& own = varying[next++];
+      number = own.is_meta() ? number : own.item<double>();
     }
   }
   TORCH_CHECK(next == varying.size(), "multi_step_loss: there are more varying numbers than NaN in the record");
@@ -152,6 +154,15 @@ Call call_from(at::ArrayRef<c10::IValue> given) {
   return call;
 }
 
+// The same with the fields of each head together.
+Call call_from(at::ArrayRef<c10::IValue> given, const Heads& heads) {
+  Call call = call_from(given);
+  call.heads = &heads;
+  call.predictions = by_head(call.predictions, heads, &KindOfHead::prediction);
+  call.targets = by_head(call.targets, heads, &KindOfHead::target);
+  return call;
+}
+
 // ---- The kernels ----------------------------------------------------------------------------------------------------
 
 void append(Tensors& list, const at::Tensor& tensor) {
@@ -163,13 +174,19 @@ void append(Tensors& list, const Tensors& by_head) { // without undefined tensor
   });
 }
 
+Tensors results_of(const Call& call, const Layout& layout) {
+  Tensors results;
+  Outputs::each(call.outputs, [&](const char*, const auto& output) { append(results, output); });
+  for (const JoinedGradients& joined : layout.joined) {
+    results.push_back(joined.data);
+  }
+  return results;
+}
+
 void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const at::ArrayRef<c10::IValue> given = arguments_of(op, *stack);
   const Heads heads = heads_from(op, given);
-  Call call = call_from(given);
-  call.heads = &heads;
-  call.predictions = by_head(call.predictions, heads, &KindOfHead::prediction);
-  call.targets = by_head(call.targets, heads, &KindOfHead::target);
+  Call call = call_from(given, heads);
   Layout layout(call);
   const c10::Device device = given[kPredictions].toTensorVector().at(0).device();
   begin_pooled_call(device);
@@ -185,12 +202,20 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   } catch (const Refusal& refusal) {
     TORCH_CHECK_VALUE(false, "gradscale_ext::multi_step_loss: ", refusal.argument, " ", refusal.problem);
   }
-  Tensors results;
-  Outputs::each(call.outputs, [&](const char*, const auto& output) { append(results, output); });
-  for (const JoinedGradients& joined : layout.joined) {
-    results.push_back(joined.data);
+  return_from(op, *stack, results_of(call, layout));
+}
+
+// The results without values, for tracers.
+void meta_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const at::ArrayRef<c10::IValue> given = arguments_of(op, *stack);
+  const Heads heads = heads_from(op, given);
+  Call call = call_from(given, heads);
+  Layout layout(call);
+  call.trace_outputs();
+  for (JoinedGradients& joined : layout.joined) {
+    joined.data = at::empty_symint({joined.size}, call.sum_options.dtype(joined.data_type()));
   }
-  return_from(op, *stack, std::move(results));
+  return_from(op, *stack, results_of(call, layout));
 }
 
 void autograd_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -262,6 +287,12 @@ TORCH_LIBRARY_IMPL(gradscale_ext, CPU, m) {
 TORCH_LIBRARY_IMPL(gradscale_ext, CUDA, m) {
   for (const char* name : names) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&kernel>());
+  }
+}
+
+TORCH_LIBRARY_IMPL(gradscale_ext, Meta, m) {
+  for (const char* name : names) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&meta_kernel>());
   }
 }
 

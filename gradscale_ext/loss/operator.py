@@ -11,10 +11,10 @@ import torch
 
 from .. import _context
 from .._native import _C  # registers the operator
-from ..call.options import Entries, FieldEntries, Options, as_given
+from ..call.options import Entries, FieldEntries, as_given
 from ..call.output import MultiStepLossOutput
 from ..call.validate import Call
-from ..heads import DETAILS, record_of
+from ..heads import record_of
 
 #: A count is the number of tensors in the list of a field; these stand for one stacked tensor, for no tensor, and for a
 #: tensor for all samples and steps, which may be expanded.
@@ -136,73 +136,3 @@ def _listed(
 
 def _counted(entries: Entries) -> tuple[Sequence[torch.Tensor], int]:
     return ([entries], _STACKED) if isinstance(entries, torch.Tensor) else (entries, len(entries))
-
-
-@torch.library.register_fake("gradscale_ext::multi_step_loss.varying")  # type: ignore[misc]
-@torch.library.register_fake("gradscale_ext::multi_step_loss")  # type: ignore[misc]
-def _shapes(
-    predictions: list[torch.Tensor],
-    targets: list[torch.Tensor],
-    prediction_counts: list[int],
-    target_counts: list[int],
-    names: list[str],
-    numbers: list[float],
-    wants: list[int],
-    *given: Any,
-) -> list[torch.Tensor]:
-    """The tensors that the operator returns, without values, for tracers."""
-    options, device = Options(*given[: len(Options._fields)]), predictions[0].device
-    is_double = any(prediction.dtype == torch.float64 for prediction in predictions)
-    sum_options: dict[str, Any] = {"device": device, "dtype": torch.float64 if is_double else torch.float32}
-    step_dim = 1 if options.batch_first else 0
-    is_stacked = options.steps and prediction_counts[0] == _STACKED
-    batch = predictions[0].shape[1 - step_dim if is_stacked else 0]
-    head_details = [DETAILS[int(number)] for name, number in zip(names, numbers, strict=True) if name == "detail"]
-    by_head: dict[str, list[torch.Tensor]] = {"per_step": [], "details": [], "log_probs": [], "approx_kl": []}
-    counts, wanted = iter(prediction_counts), iter(target_counts)
-    first = 0
-    for kind, detail in zip([name for name in names if name in _FIELDS], head_details, strict=True):
-        of_prediction, of_target = _FIELDS[kind]
-        count, *others = itertools.islice(counts, len(of_prediction))
-        size: tuple[Any, ...] = (batch,)
-        stride: tuple[Any, ...] = (1,)
-        if options.steps:
-            steps = count or predictions[first].shape[step_dim]
-            size, stride = ((batch, steps), (steps, 1)) if options.batch_first else ((steps, batch), (1, steps))
-        leading = 2 if options.steps and count == _STACKED else 1
-        outputs_of_head = {"per_step": True, "details": detail, "log_probs": kind in _POLICIES}
-        if kind == "policy_gradient":
-            outputs_of_head["details"] = predictions[first].dim() > leading
-        for name, exists in outputs_of_head.items():
-            if exists:
-                by_head[name].append(torch.empty_strided(size, stride, **sum_options))
-        target_fields = dict(zip(of_target, itertools.islice(wanted, len(of_target)), strict=True))
-        if kind in _POLICIES and target_fields["log_probs"] != _NONE:
-            by_head["approx_kl"].append(torch.empty((), **sum_options))
-        first += sum([max(number, 1) for number in (count, *others)])
-    num_heads = len(head_details)
-    loss_size = (batch,) if options.reduction == "none" else ()
-    outputs: dict[str, Any] = {
-        "loss": [torch.empty(loss_size, **sum_options)],
-        "per_sample": [torch.empty((batch,), **sum_options)],
-        "head_means": [torch.empty((num_heads,), **sum_options)],
-        "head_losses": [torch.empty((num_heads,), **sum_options)],
-        "head_gradient_norms": [torch.empty((num_heads,), **sum_options)],
-        "max_abs_logit": [torch.empty((num_heads,), **sum_options)],
-        "num_nonfinite": [torch.empty((), device=device, dtype=torch.int64)],
-        **by_head,
-        "clip_fraction": [torch.empty_like(tensor) for tensor in by_head["approx_kl"]],
-        "shares": [
-            torch.empty(loss_size, **sum_options) for weight in options.head_weights or () if weight is not None
-        ],
-    }
-    sizes: dict[torch.dtype, int] = {}
-    for i in sorted(set(wants)):
-        sizes[predictions[i].dtype] = sizes.get(predictions[i].dtype, 0) + predictions[i].numel()
-    gradients = [torch.empty((size,), device=device, dtype=_gradient_dtype(dtype)) for dtype, size in sizes.items()]
-    return [tensor for name in _OUTPUTS for tensor in outputs[name]] + gradients
-
-
-def _gradient_dtype(prediction: torch.dtype) -> torch.dtype:
-    """Type of a gradient before it is multiplied: half types are rounded afterwards."""
-    return torch.float64 if prediction == torch.float64 else torch.float32
