@@ -1,6 +1,7 @@
 #include "guards.h"
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
@@ -17,38 +18,73 @@ namespace py = pybind11;
 
 namespace {
 
-// Fields are read directly, because PyTorch's accessors are calls into another library.
-const torch::autograd::AutogradMeta* autograd_of(const at::Tensor& tensor) {
-  return static_cast<torch::autograd::AutogradMeta*>(tensor.unsafeGetTensorImpl()->autograd_meta());
+const torch::autograd::AutogradMeta* autograd_of(const at::TensorImpl& tensor) {
+  return static_cast<const torch::autograd::AutogradMeta*>(tensor.autograd_meta());
 }
 
 bool has_gradient(const at::Tensor& tensor, const std::optional<at::Tensor>& gradient) {
-  const auto* const autograd = autograd_of(tensor);
+  const auto* const autograd = autograd_of(*tensor.unsafeGetTensorImpl());
   const bool has_one = autograd != nullptr && autograd->grad_.defined();
   return gradient ? has_one && autograd->grad_.is_same(*gradient) : !has_one;
 }
 
-// Visits the address, offset, sizes, strides, number of hooks and requires_grad. Ends if a visit returns false.
-template <typename Visit>
-bool visit_layout(const at::Tensor& tensor, Visit visit) {
-  const auto& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
-  if (storage) {
-    const auto sizes = tensor.sizes(), strides = tensor.strides();
-    if (!visit(reinterpret_cast<intptr_t>(storage.unsafeGetStorageImpl()->data())) || !visit(tensor.storage_offset()) ||
-        !visit(static_cast<int64_t>(sizes.size()))) {
-      return false;
-    }
-    for (size_t dim = 0; dim < sizes.size(); ++dim) {
-      if (!visit(sizes[dim]) || !visit(strides[dim])) {
-        return false;
+// A tensor's memory, sizes, strides, number of hooks and requires_grad, as they were. The parts that PyTorch makes a
+// tensor of are kept by their addresses, so that a processor reads all of them at once, and not one after another. A
+// part is alive if what refers to it still does.
+class SavedTensor {
+ public:
+  explicit SavedTensor(py::object tensor) : object_(std::move(tensor)), tensor_(now()) {
+    storage_ = tensor_->unsafe_storage().unsafeGetStorageImpl();
+    autograd_ = autograd_of(*tensor_);
+    if (storage_ != nullptr) {
+      data_ = storage_->data();
+      offset_ = tensor_->storage_offset();
+      for (const at::IntArrayRef numbers : {tensor_->sizes(), tensor_->strides()}) {
+        layout_.insert(layout_.end(), numbers.begin(), numbers.end());
       }
     }
+    if (autograd_ != nullptr) {
+      requires_grad_ = requires_grad();
+      num_hooks_ = num_hooks();
+    }
   }
-  const auto* const autograd = autograd_of(tensor);
-  return autograd == nullptr ? visit(-1)
-                             : visit(autograd->hooks_.size() + (autograd->post_acc_grad_hooks_ != nullptr ? 1 : 0)) &&
-                                   visit(autograd->requires_grad_ || autograd->grad_fn_ ? 1 : 0);
-}
+
+  bool is_as_then() const {
+    return now() == tensor_ && tensor_->unsafe_storage().unsafeGetStorageImpl() == storage_ &&
+           (storage_ == nullptr || has_layout()) && autograd_of(*tensor_) == autograd_ &&
+           (autograd_ == nullptr || (requires_grad() == requires_grad_ && num_hooks() == num_hooks_));
+  }
+
+ private:
+  const at::TensorImpl* now() const {
+    return THPVariable_Unpack(object_.ptr()).unsafeGetTensorImpl();
+  }
+  bool has_layout() const {
+    const at::IntArrayRef sizes = tensor_->sizes(), strides = tensor_->strides();
+    bool is_same =
+        storage_->data() == data_ && tensor_->storage_offset() == offset_ && 2 * sizes.size() == layout_.size();
+    for (size_t dim = 0; is_same && dim < sizes.size(); ++dim) {
+      is_same = sizes[dim] == layout_[dim] && strides[dim] == layout_[sizes.size() + dim];
+    }
+    return is_same;
+  }
+  bool requires_grad() const {
+    return autograd_->requires_grad_ || autograd_->grad_fn_;
+  }
+  size_t num_hooks() const {
+    return autograd_->hooks_.size() + (autograd_->post_acc_grad_hooks_ != nullptr ? 1 : 0);
+  }
+
+  py::object object_;
+  const at::TensorImpl* tensor_;
+  const c10::StorageImpl* storage_; // null: the tensor has no memory of its own
+  const void* data_ = nullptr;
+  int64_t offset_ = 0;
+  c10::SmallVector<int64_t, 8> layout_;           // sizes, then strides
+  const torch::autograd::AutogradMeta* autograd_; // null, if nothing about gradients was ever set
+  size_t num_hooks_ = 0;
+  bool requires_grad_ = false;
+};
 
 // Moves to the next item of a dict or list; false at the end.
 bool next_item(PyObject* container, Py_ssize_t& position, PyObject*& key, PyObject*& value) {
@@ -85,8 +121,8 @@ using Gradients = std::vector<std::pair<py::object, std::optional<at::Tensor>>>;
 class Guards {
  public:
   // Of containers, the first items are compared, all of them or fewer. Values may change where the flag is false.
-  Guards(const Containers& containers, std::vector<py::object> tensors, Gradients gradients, Gradients results)
-      : tensors_(std::move(tensors)), gradients_(std::move(gradients)), results_(std::move(results)) {
+  Guards(const Containers& containers, const std::vector<py::object>& tensors, Gradients gradients, Gradients results)
+      : tensors_(tensors.begin(), tensors.end()), gradients_(std::move(gradients)), results_(std::move(results)) {
     for (const auto& [container, wanted] : containers) {
       const bool is_whole = size_of(container.ptr()) == wanted.size();
       containers_.push_back({container, is_whole, items_.size() + wanted.size(), version_of(container.ptr())});
@@ -96,12 +132,6 @@ class Guards {
         next_item(container.ptr(), position, key, value);
         items_.emplace_back(key, is_wanted ? py::reinterpret_borrow<py::object>(value) : py::object());
       }
-    }
-    for (const auto& tensor : tensors_) {
-      visit_layout(THPVariable_Unpack(tensor.ptr()), [this](int64_t number) {
-        layouts_.push_back(number);
-        return true;
-      });
     }
   }
 
@@ -127,10 +157,8 @@ class Guards {
       }
       version = now;
     }
-    const int64_t* then = layouts_.data();
-    const auto is_as_then = [&then](int64_t number) { return number == *then++; };
-    for (const auto& tensor : tensors_) {
-      if (!visit_layout(THPVariable_Unpack(tensor.ptr()), is_as_then)) {
+    for (const SavedTensor& tensor : tensors_) {
+      if (!tensor.is_as_then()) {
         return false;
       }
     }
@@ -161,8 +189,7 @@ class Guards {
   };
   std::vector<Container> containers_;
   std::vector<std::pair<PyObject*, py::object>> items_; // keys and values; null: the value may change
-  std::vector<py::object> tensors_;
-  std::vector<int64_t> layouts_; // of the tensors
+  std::vector<SavedTensor> tensors_;
   Gradients gradients_, results_;
 };
 
