@@ -75,7 +75,7 @@ def _origin(file: str, libraries: tuple[str, ...]) -> tuple[bool, str, bool]:
 
 
 @dataclass
-class Call:
+class TorchCall:
     """A call of PyTorch by the step, as it is compared with the same call of another step."""
 
     name: str
@@ -109,7 +109,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, arguments: Iterable[torch.Tensor], state: Iterable[torch.Tensor] = ()) -> None:
         """Keep the memory of the tensors that the step gets and changes by name."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[Call] = []
+        self.calls: list[TorchCall] = []
         self.location: Location | None = None
         self._arguments, self._state = _memory(arguments), _memory(state)
         self._made: dict[int, tuple[StorageWeakRef, int, Location | None]] = {}
@@ -148,7 +148,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.after(call, func, args, kwargs, result)
         return result
 
-    def call(self, name: str, leaves: list[Any]) -> Call:
+    def call(self, name: str, leaves: list[Any]) -> TorchCall:
         """A call that is about to be made, with the leaves of its arguments."""
         place = Place.of_caller()
         self.location = place.location or self.location
@@ -156,9 +156,9 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             place = place._replace(location=self.location)
         numbers = tuple([leaf for leaf in leaves if isinstance(leaf, _NUMBERS)])
         shapes = tuple([leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor)])
-        return Call(name, numbers, shapes, place, is_backward=torch._C._current_graph_task_id() != -1)
+        return TorchCall(name, numbers, shapes, place, is_backward=torch._C._current_graph_task_id() != -1)
 
-    def before(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def before(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TorchCall:
         """Note a call of an operator that is about to be made."""
         leaves = leaves_in([*args, *kwargs.values()])
         call = self.call(_name_of(operator), leaves)
@@ -179,11 +179,11 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.note_write(memory, call)
         return call
 
-    def after(self, call: Call, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def after(self, call: TorchCall, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Note the memory that a call made, which its operands do not have."""
         self._add_made(own for own in _memory(leaves_in([result])).values() if own._cdata not in call.keys)
 
-    def note_write(self, memory: torch.UntypedStorage, call: Call) -> None:
+    def note_write(self, memory: torch.UntypedStorage, call: TorchCall) -> None:
         """Note a write to memory that the step did not make."""
         self.written.setdefault(memory._cdata, (call.shown, call.location))
 
@@ -218,7 +218,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 call.addresses = tuple([0 if key in unseen else address for key, address in pairs])
         self.written = {key: found for key, found in self.written.items() if key not in unseen}
 
-    def reads_of(self, other: Record) -> list[tuple[Call, tuple[int, ...]]]:
+    def reads_of(self, other: Record) -> list[tuple[TorchCall, tuple[int, ...]]]:
         """Calls that read memory which another step made and something has kept, with the shapes of these tensors."""
         kept = {key for key in self.foreign if other._has_made(key)}
         operands = ((call, *pair) for call in self.calls for pair in zip(call.keys, call.shapes, strict=False))
@@ -289,7 +289,9 @@ def differences(then: Record, now: Record, device: torch.device) -> Iterator[Pro
             yield from _different_operands(one, other, device.type == "cpu", seen)
 
 
-def _pairs(first: Sequence[Call], second: Sequence[Call]) -> Iterator[tuple[Call | None, Call | None]]:
+def _pairs(
+    first: Sequence[TorchCall], second: Sequence[TorchCall]
+) -> Iterator[tuple[TorchCall | None, TorchCall | None]]:
     """Calls at the same places of two steps: the beginnings and ends of the sequences, as far as they are equal, and
     between them the first calls that differ."""
     shorter, begin, end = min(len(first), len(second)), 0, 0
@@ -305,7 +307,7 @@ def _pairs(first: Sequence[Call], second: Sequence[Call]) -> Iterator[tuple[Call
         yield from zip(first[-end:], second[-end:], strict=True)
 
 
-def _different_operators(one: Call | None, other: Call | None) -> Problem:
+def _different_operators(one: TorchCall | None, other: TorchCall | None) -> Problem:
     calls = [call for call in (one, other) if call is not None]
     names = ["nothing" if call is None else f"{call.shown} at {call.location}" for call in (one, other)]
     remedy = scheduler_remedy() if any(isinstance(call.place.owner, LRScheduler) for call in calls) else ""
@@ -313,14 +315,14 @@ def _different_operators(one: Call | None, other: Call | None) -> Problem:
     return Problem("changing_operators", cause, remedy, calls[0].location, key="operators")
 
 
-def _different_numbers(one: Call, other: Call, has_other_shapes: bool, seen: set[str]) -> Iterator[Problem]:
+def _different_numbers(one: TorchCall, other: TorchCall, has_other_shapes: bool, seen: set[str]) -> Iterator[Problem]:
     for then, now in zip(one.numbers, other.numbers, strict=False):
         if not same_number(then, now) and not (has_other_shapes and isinstance(then, int)):
             yield from _different_number(other, then, now, seen)
             return
 
 
-def _different_operands(one: Call, other: Call, is_host: bool, seen: set[str]) -> Iterator[Problem]:
+def _different_operands(one: TorchCall, other: TorchCall, is_host: bool, seen: set[str]) -> Iterator[Problem]:
     for shape, before, after, then, now in zip(
         one.shapes, one.addresses, other.addresses, one.scalars, other.scalars, strict=False
     ):
@@ -335,7 +337,7 @@ def _different_operands(one: Call, other: Call, is_host: bool, seen: set[str]) -
             yield Problem("host_copy", cause, location=other.location, key=key)
 
 
-def _different_number(call: Call, then: Any, now: Any, seen: set[str]) -> Iterator[Problem]:
+def _different_number(call: TorchCall, then: Any, now: Any, seen: set[str]) -> Iterator[Problem]:
     """Nothing for a number in the backward pass that was seen in the forward pass, and for a scheduler, which has a
     problem of its own. The key is "option" if a number in the parameter groups may be the cause."""
     values, owner = f"{text_of(then)}, then {text_of(now)}", call.place.owner

@@ -13,7 +13,7 @@ from ..diagnosis.lines import LIBRARY_PATHS, Location, users_line
 from .arguments import default_devices
 from .generators import TorchGenerators
 from .problems import Findings, Problem, step_count_remedy, text_of
-from .record import Call, Record, leaves_in
+from .record import Record, TorchCall, leaves_in
 
 _CONDITION = (
     "torch.where or a product with a mask in place of the condition; a check that raises goes before or after the "
@@ -156,7 +156,7 @@ class Watch(Record):
         for generator, state in self._drawn.values():
             generator.set_state(state)
 
-    def call(self, name: str, leaves: list[Any]) -> Call:
+    def call(self, name: str, leaves: list[Any]) -> TorchCall:
         """A call that is about to be made. Only operators draw from PyTorch's generators: other changes are seeds."""
         call = super().call(name, leaves)
         self.find_seeds()
@@ -171,7 +171,7 @@ class Watch(Record):
             self._add(Problem("generator", cause, remedy, self.location, key=name))
         self._random.save()
 
-    def note_write(self, memory: torch.UntypedStorage, call: Call) -> None:
+    def note_write(self, memory: torch.UntypedStorage, call: TorchCall) -> None:
         """Keep what memory outside of the state had before the first write."""
         if not any(memory._cdata in known for known in (self._arguments, self._state, self.written)):
             self._contents.append((memory, memory.clone()))  # type: ignore[no-untyped-call]
@@ -205,12 +205,12 @@ class Watch(Record):
         elif name in _FACTORIES and is_users and not any(map(kwargs.get, ("device", "out", "generator"))):
             self._add_host_copy(call, f"torch.{name} without device= makes")
 
-    def _add_host_copy(self, call: Call, maker: str) -> None:
+    def _add_host_copy(self, call: TorchCall, maker: str) -> None:
         self._add(Problem("host_copy", f"{maker} a tensor on the host at each step", location=call.location))
 
     # ---- Operators ---------------------------------------------------------------------------------------------------
 
-    def before(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def before(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TorchCall:
         """Note a call of an operator, and generators that it draws from."""
         call = super().before(operator, args, kwargs)
         is_users = not call.place.is_ours and call.place.owner is None
@@ -223,7 +223,7 @@ class Watch(Record):
                 self._add(Problem("generator", cause, location=call.location))
         return call
 
-    def after(self, call: Call, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def after(self, call: TorchCall, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Note what a call made, and whether it waited for the device."""
         super().after(call, operator, args, kwargs, result)
         self._random.save()
@@ -235,7 +235,7 @@ class Watch(Record):
         else:
             self._add_read(call, *read)
 
-    def _add_read(self, call: Call, what: str, remedy: str) -> None:
+    def _add_read(self, call: TorchCall, what: str, remedy: str) -> None:
         """Add a finding: the step waits for the device."""
         cause, remedy = f"{what} waits for the device", _INSIDE_OF_OPERATORS.get(_short(self._function[0]), remedy)
         for library, (prefix, instead) in _WAITS_IN_LIBRARIES.items():
@@ -244,7 +244,7 @@ class Watch(Record):
         self._add(Problem("sync", cause, remedy, call.location, key=call.place.library))
 
     def _add_read_of_optimizer(
-        self, call: Call, optimizer: torch.optim.Optimizer, tensor: torch.Tensor, value: Any
+        self, call: TorchCall, optimizer: torch.optim.Optimizer, tensor: torch.Tensor, value: Any
     ) -> None:
         dicts = *(state for state in optimizer.state.values() if isinstance(state, dict)), *optimizer.param_groups
         held = ((key, own) for each in dicts for key, own in each.items() if isinstance(own, torch.Tensor))

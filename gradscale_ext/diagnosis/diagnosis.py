@@ -12,7 +12,7 @@ import torch
 from torch.autograd.graph import Node
 
 from .fsdp import sharded_parameters
-from .graph import NOTHING, Step, amount, gradient_function, gradients, leaves, operation, walk
+from .graph import NOTHING, Hop, amount, gradient_function, gradients, leaves, operation, walk
 from .lines import Location
 from .report import Code, Finding, GradientDiagnosis, finding_of, shortened
 from .tracer import Cut, GradientTracer
@@ -468,7 +468,7 @@ def _cut_cause(cut: Cut) -> str:
     return f"{call}, which is cut off from the graph"
 
 
-def _loss_code(loss: Step) -> Code:
+def _loss_code(loss: Hop) -> Code:
     kind = operation(loss.node)
     if kind in ZERO_DERIVATIVE or loss.sent == NOTHING or getattr(loss.node, "_saved_rounding_mode", None):
         return "zero_derivative"
@@ -477,7 +477,7 @@ def _loss_code(loss: Step) -> Code:
     return "vanishing" if loss.sent.largest == 0 and (kind in SATURATING or underflows) else "all_zero"
 
 
-def _is_scaled(loss: Step) -> bool:
+def _is_scaled(loss: Hop) -> bool:
     """Return True if the operand was multiplied or divided by a constant without zeros."""
     if operation(loss.node) not in ("Mul", "Div") or any(n for n, _ in loss.node.next_functions[1:]):
         return False

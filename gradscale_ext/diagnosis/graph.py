@@ -139,7 +139,7 @@ def amount(gradient: torch.Tensor | None) -> Amount:
     return Amount(largest, gradient.numel(), torch.finfo(values.dtype).tiny)
 
 
-class Step(NamedTuple):
+class Hop(NamedTuple):
     """One node's effect on a gradient, along one of its edges."""
 
     node: Node
@@ -260,51 +260,51 @@ class Flow:
         """Return True if the graph leads to a leaf. A reentrant checkpoint hides the leaves used within it."""
         return id(leaf) in self._leaves
 
-    def _steps(self, leaf: torch.Tensor, goes_on: Callable[[Step], bool]) -> list[Step]:
-        """Steps on the gradient's way to a leaf, root first.
+    def _hops(self, leaf: torch.Tensor, goes_on: Callable[[Hop], bool]) -> list[Hop]:
+        """Hops on the gradient's way to a leaf, root first.
 
-        The search continues from a step towards the root if `goes_on(step)`.
+        The search continues from a hop towards the root if `goes_on(hop)`.
         """
-        return self._steps_to([self._leaves[id(leaf)]], goes_on) if self.reaches(leaf) else []
+        return self._hops_to([self._leaves[id(leaf)]], goes_on) if self.reaches(leaf) else []
 
-    def _steps_to(self, waiting: list[Node], goes_on: Callable[[Step], bool]) -> list[Step]:
-        steps: list[Step] = []
+    def _hops_to(self, waiting: list[Node], goes_on: Callable[[Hop], bool]) -> list[Hop]:
+        hops: list[Hop] = []
         seen = set(waiting)
         while waiting:
             for source, edge in self._sources[waiting.pop()]:
                 if source in self._sent:
-                    steps.append(Step(source, edge, self._arrived[source], self._sent[source][edge]))
-                    if source not in seen and goes_on(steps[-1]):
+                    hops.append(Hop(source, edge, self._arrived[source], self._sent[source][edge]))
+                    if source not in seen and goes_on(hops[-1]):
                         seen.add(source)
                         waiting.append(source)
-        return sorted(steps, key=lambda step: self._order[step.node])
+        return sorted(hops, key=lambda hop: self._order[hop.node])
 
-    def losses(self, leaf: torch.Tensor) -> list[Step]:
-        """For a leaf whose gradient is exactly zero: the steps at which it became zero."""
-        return [step for step in self._steps(leaf, lambda step: step.is_zero) if not step.is_zero]
+    def losses(self, leaf: torch.Tensor) -> list[Hop]:
+        """For a leaf whose gradient is exactly zero: the hops at which it became zero."""
+        return [hop for hop in self._hops(leaf, lambda hop: hop.is_zero) if not hop.is_zero]
 
     def nonfinite_origin(self, leaf: torch.Tensor) -> Node | None:
         """The first node on the way to a leaf that made NaN or inf of finite gradients."""
 
-        def passes_it_on(step: Step) -> bool:
-            return not math.isfinite(step.sent.largest) and not all(math.isfinite(a.largest) for a in step.arrived)
+        def passes_it_on(hop: Hop) -> bool:
+            return not math.isfinite(hop.sent.largest) and not all(math.isfinite(a.largest) for a in hop.arrived)
 
-        steps = self._steps(leaf, passes_it_on)
-        made = (step.node for step in steps if not math.isfinite(step.sent.largest) and not passes_it_on(step))
+        hops = self._hops(leaf, passes_it_on)
+        made = (hop.node for hop in hops if not math.isfinite(hop.sent.largest) and not passes_it_on(hop))
         return next(made, None)
 
     def stops(self, leaf: torch.Tensor) -> list[Stop]:
         """Stops on the gradient's way to a layer's weight `leaf`, with one unit for each row of the weight."""
-        takes_it = self._steps(leaf, lambda step: operation(step.node) in _SAME_VALUES)
-        products = [step.node for step in takes_it if operation(step.node) in _PRODUCTS]
-        steps = self._steps_to(products, lambda step: operation(step.node) in _BY_UNIT)
-        nodes = dict.fromkeys(step.node for step in steps if step.node in self._stops)
+        takes_it = self._hops(leaf, lambda hop: operation(hop.node) in _SAME_VALUES)
+        products = [hop.node for hop in takes_it if operation(hop.node) in _PRODUCTS]
+        hops = self._hops_to(products, lambda hop: operation(hop.node) in _BY_UNIT)
+        nodes = dict.fromkeys(hop.node for hop in hops if hop.node in self._stops)
         return [stop for node in nodes for stop in self._stops[node] if len(stop.units) == len(leaf)]
 
     def arrived_near(self, leaf: torch.Tensor) -> float:
         """Largest finite gradient that arrived at operations on a leaf, or on its values in another shape or dtype."""
-        steps = self._steps(leaf, lambda step: operation(step.node) in _SAME_VALUES)
-        return max((a.largest for step in steps for a in step.arrived if math.isfinite(a.largest)), default=0.0)
+        hops = self._hops(leaf, lambda hop: operation(hop.node) in _SAME_VALUES)
+        return max((a.largest for hop in hops for a in hop.arrived if math.isfinite(a.largest)), default=0.0)
 
 
 def operation(node: Node) -> str:
