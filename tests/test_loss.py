@@ -1429,6 +1429,23 @@ def test_the_operator_rejects_invalid_arguments(name, requires_grad):
     X.requires_grad_(False)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "no prediction",
+        "a count above the number of predictions",
+        "a count below the number of predictions",
+        "fewer counts than heads",
+        "a wanted gradient of no prediction",
+        "2 of three head_weights",
+    ],
+)
+def test_a_tracer_rejects_lists_that_do_not_fit(name, monkeypatch):
+    monkeypatch.setitem(globals(), "X", X.to("meta"))
+    with pytest.raises((RuntimeError, ValueError, IndexError)):
+        MALFORMED[name]()
+
+
 def test_the_graph_of_an_exported_program_does_not_keep_targets():
     heads = {"value": gs.TwoHot(SUPPORT)}
     predictions, targets = arguments(heads=heads)

@@ -140,7 +140,7 @@ struct ByHead {
 
   const T& operator[](size_t head) const {
     static const T none{};
-    return values.empty() ? none : values[values.size() == 1 ? 0 : head];
+    return values.empty() ? none : values.at(values.size() == 1 ? 0 : head);
   }
 };
 

@@ -174,6 +174,15 @@ void append(Tensors& list, const Tensors& by_head) { // without undefined tensor
   });
 }
 
+template <class Function>
+void run_or_raise(Function function) {
+  try {
+    function();
+  } catch (const Refusal& refusal) {
+    TORCH_CHECK_VALUE(false, "gradscale_ext::multi_step_loss: ", refusal.argument, " ", refusal.problem);
+  }
+}
+
 Tensors results_of(const Call& call, const Layout& layout) {
   Tensors results;
   Outputs::each(call.outputs, [&](const char*, const auto& output) { append(results, output); });
@@ -197,11 +206,7 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (const Gradient& gradient : layout.gradients) {
     call.gradients[gradient.prediction] = gradient.in(layout.joined);
   }
-  try {
-    run(call);
-  } catch (const Refusal& refusal) {
-    TORCH_CHECK_VALUE(false, "gradscale_ext::multi_step_loss: ", refusal.argument, " ", refusal.problem);
-  }
+  run_or_raise([&] { run(call); });
   return_from(op, *stack, results_of(call, layout));
 }
 
@@ -211,7 +216,7 @@ void meta_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const Heads heads = heads_from(op, given);
   Call call = call_from(given, heads);
   Layout layout(call);
-  call.trace_outputs();
+  run_or_raise([&] { call.trace_outputs(); });
   for (JoinedGradients& joined : layout.joined) {
     joined.data = at::empty_symint({joined.size}, call.sum_options.dtype(joined.data_type()));
   }
