@@ -13,6 +13,7 @@ import torch
 from tests_of_capture import Learner, batches, bits
 
 import gradscale_ext as gs
+from gradscale_ext.capture.modes import Modes
 
 
 def codes(diagnosis):
@@ -351,7 +352,7 @@ READS = {
     "log": (lambda t: logging.makeLogRecord({"msg": "%s", "args": (t,)}).getMessage(), "print or str()", "print after"),
     "f-string": (lambda t: f"{t.sum():.2f}", "an f-string", "return the tensor"),
     "range": (lambda t: range((t > 0).sum()), "a use as an index or size", "return the tensor"),
-    "unique": (lambda t: t.unique(), "unique waits", "return the tensor"),
+    "unique": (lambda t: t.unique(), "unique waits", "x.sort(), and a comparison of neighbours"),
     "bincount": (lambda t: (t > 0).long().flatten().bincount(), "bincount waits", "scatter_add_"),
     "repeats": (lambda t: t[0].repeat_interleave((t[0] > 0).long()), "repeat_interleave waits", "output_size=n"),
     "one_hot": (lambda t: torch.nn.functional.one_hot((t > 0).long()), "waits", "num_classes=n"),
@@ -365,7 +366,7 @@ READS = {
         "torch.distributions.Distribution.set_default_validate_args(False)",
     ),
     "number": (lambda t: t.add(t, alpha=t.sum()), "a tensor used as a number", "return the tensor"),
-    "clip_error": (lambda t: gs.clip_gradients_([t], 1.0, nonfinite="error"), "waits", "return the tensor"),
+    "clip_error": (lambda t: gs.clip_gradients_([t], 1.0, nonfinite="error"), "waits", "nonfinite='error'"),
 }
 
 
@@ -678,6 +679,57 @@ def test_random_numbers_of_the_host(library):
     assert finding.code == "generator"
     assert library in finding.cause
     assert finding.location.startswith(("tests/", "/"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "change"),
+    {
+        "grad mode (True, then False)": lambda: torch.set_grad_enabled(False),
+        "default dtype (torch.float32, then torch.float64)": lambda: torch.set_default_dtype(torch.float64),
+        "deterministic mode (0, then 2)": lambda: torch.use_deterministic_algorithms(True),
+        "autocast (False, then True)": lambda: torch.set_autocast_enabled("cpu", True),
+        "autocast dtype (torch.bfloat16, then torch.float16)": lambda: torch.set_autocast_dtype("cpu", torch.float16),
+    }.items(),
+)
+@pytest.mark.parametrize("raises", [False, True])
+def test_modes_that_the_step_leaves_changed(mode, change, raises):
+    """They are found, and put back, also if the step raises."""
+    learner, before = Learner(), Modes.of(torch.device("cpu"))
+
+    def step(x, y):
+        loss = learner.step(x, y)
+        change()
+        if raises:
+            raise KeyError("of the user")
+        return loss.detach()
+
+    if raises:
+        with pytest.raises(KeyError, match="of the user"):
+            gs.diagnose_capture(step, batches(2), *learner.state())
+    else:
+        (finding,) = gs.diagnose_capture(step, batches(2), *learner.state()).findings
+        assert finding.code == "stale_number"
+        assert f"the step changes PyTorch's {mode}" in finding.cause
+        assert finding.source == "def step(x, y):"
+    assert Modes.of(torch.device("cpu")) == before
+
+
+def test_findings_about_the_whole_step_have_the_line_of_its_definition():
+    learner = Learner()
+
+    class Agent:
+        def __init__(self):
+            self.steps = 0
+
+        def step(self, batch):
+            self.steps += 1
+            batch["h"] = 1
+            return learner.step(*batch["xy"]).detach()
+
+    agent = Agent()
+    found = gs.diagnose_capture(agent.step, [{"xy": pair} for pair in batches(2)], *learner.state()).findings
+    assert {finding.code for finding in found} == {"argument", "stale_number"}
+    assert {finding.source for finding in found} == {"def step(self, batch):"}
 
 
 def test_hooks():

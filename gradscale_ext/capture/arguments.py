@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _structures
+from .modes import Modes, watching_mode
 
 _CONSTANTS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 _LEAVES = (torch.Tensor, *_CONSTANTS)
@@ -104,8 +105,7 @@ class Signature(NamedTuple):
     structure: Structure
     leaves: tuple[Any, ...]
     """For each leaf: dtype, shape and strides of a tensor, type and value of a constant."""
-    modes: tuple[Any, ...]
-    """The modes of PyTorch."""
+    modes: Modes
 
 
 class Arguments(NamedTuple):
@@ -163,7 +163,7 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) ->
             value = value.to(device, non_blocking=True)
         tensors.append(value)
         described.append((value.dtype, value.shape, value.stride()))
-    return Arguments(given, Signature(structure, tuple(described), _modes_of(device)), tensors, _watching_mode())
+    return Arguments(given, Signature(structure, tuple(described), Modes.of(device)), tensors, watching_mode())
 
 
 def _names_of_tensors(given: Given) -> list[str]:
@@ -222,43 +222,3 @@ def what_changes(signatures: list[Signature], arguments: Arguments) -> str:
         "the state or the context keeps changing (train() and eval(), requires_grad, gradients that are set to None "
         "between some calls, autocast); make separate captured steps"
     )
-
-
-# ---- The modes of PyTorch --------------------------------------------------------------------------------------------
-
-
-def _modes_of(device: torch.device) -> tuple[Any, ...]:
-    """The modes of PyTorch that decide what a step computes."""
-    kind = device.type
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_default_dtype(),
-        torch._C._get_fp32_precision_getter("cuda", "matmul"),
-        torch._C._get_fp32_precision_getter("cuda", "conv"),
-        default_devices(),
-    )
-
-
-def _modes() -> list[Any]:
-    """The active function modes."""
-    return [torch._C._get_function_stack_at(index) for index in range(torch._C._len_torch_function_stack())]
-
-
-def default_devices() -> tuple[torch.device, ...]:
-    """The devices of torch.set_default_device, and of devices as context managers."""
-    return tuple([mode.device for mode in _modes() if isinstance(mode, torch.utils._device.DeviceContext)])
-
-
-def _watching_mode() -> str:
-    """The name of an active mode that sees PyTorch's calls, such as `GradientTracer`; empty if there is none."""
-    for mode in _modes():
-        if not isinstance(mode, torch.utils._device.DeviceContext):
-            return type(mode).__name__
-    if torch._C._len_torch_dispatch_stack():
-        return type(torch._C._get_dispatch_stack_at(0)).__name__
-    if torch._C._autograd._top_saved_tensors_default_hooks(True):
-        return "torch.autograd.graph.saved_tensors_hooks"
-    return "torch.autograd.detect_anomaly" if torch.is_anomaly_enabled() else ""

@@ -13,6 +13,7 @@ import torch
 from .arguments import Arguments, Given, named_leaves, result
 from .generators import CPU
 from .hooks import hooks_of, is_of_monitor
+from .modes import Modes
 from .problems import Problem, definition_of, option_remedy, scheduler_remedy, step_count_remedy, text_of
 from .record import Record
 from .snapshot import NUMBERS, Change, Snapshot, is_same
@@ -48,6 +49,10 @@ class Refusals:
         if self._arguments is not None:
             yield from self._changed_arguments(self._arguments, record)
         yield from self._tensors(record)
+        for name, before, now in self.before.modes.changes(Modes.of(self._device)):
+            cause = f"the step changes {name} ({text_of(before)}, then {text_of(now)}), which a replay does not"
+            remedy = "change it outside of the step, or in a `with` block, at whose end it is as before"
+            yield Problem("stale_number", cause, remedy, key=f"mode: {name}")
         yield from self._changes(record)
         for name, root in self._state.roots.items():
             if isinstance(root, torch.amp.GradScaler) and any(

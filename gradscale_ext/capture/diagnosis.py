@@ -15,7 +15,7 @@ from .arguments import Arguments, Given, Signature, argument, each_tensor, flatt
 from .checks import Refusals, hook_problems, kept_graph_problems, mark_kept_graphs
 from .graphs import seeming_to_capture
 from .hooks import rehearsing, running
-from .problems import Findings, Problem, definition_of, text_of
+from .problems import Findings, Problem, text_of
 from .record import differences, same_number
 from .report import CaptureDiagnosis
 from .snapshot import Snapshot
@@ -32,12 +32,12 @@ def diagnose_capture(step: Callable[..., Any], batches: Sequence[Any], *state: A
     numbers, shapes and memory; so what differs between two steps on arguments of the same shapes, or waits for the
     device, is reported with its line, and so is what `CapturedStep` refuses or warns about. Afterwards everything in
     `state` (parameters, buffers, gradients, optimizers, schedulers, `training`), tensors that the step changed
-    elsewhere, and the random generators of PyTorch, Python and NumPy are as before, bit by bit, also if the step
-    raises. What the step's Python counts or appends has moved.
+    elsewhere, PyTorch's modes, and the random generators of PyTorch, Python and NumPy are as before, bit by bit, also
+    if the step raises. What the step's Python counts or appends has moved.
 
     ==================  ================================================================================================
     stale_number        an operator's Python number differs between two steps, an optimizer reads one from a tensor, or
-                        the step itself counts
+                        the step itself counts, or changes a mode, such as `training` or grad mode
     sync                the step waits for the device: `item()`, `if`, a boolean index, `print` and so on
     changing_shape      shapes differ between two steps
     changing_operators  the operators differ between two steps
@@ -112,7 +112,7 @@ class _Diagnosis:
 
     def __init__(self, step: Callable[..., Any], state: State) -> None:
         self._step, self._state, self._device = step, state, state.device()
-        self.findings, self.watches = Findings(), list[Watch]()
+        self.findings, self.watches = Findings(step), list[Watch]()
         self._signatures: list[Signature] = []
 
     def run(self, batches: Sequence[Any]) -> None:
@@ -200,7 +200,7 @@ class _Diagnosis:
         before = None if is_first or is_second else self.watches[-1]
         arguments, inputs, given = self._given(batch)
         tensors = [item.value for item in self._state.tensors() if _exists_before(item, before)]
-        watch = Watch(inputs, tensors, self._state.generators(), Findings() if is_first else self.findings)
+        watch = Watch(inputs, tensors, self._state.generators(), Findings(self._step) if is_first else self.findings)
         refusals = Refusals(self._step, self._state, arguments, inputs, given)
         self.watches.append(watch)
         drawing = refusals.before.host_generators.noting_lines()
@@ -215,12 +215,13 @@ class _Diagnosis:
         except TypeError as error:
             cause = str(error).removeprefix("CapturedStep: ")
             remedy = "return tensors and numbers"
-            self.findings.add([Problem("argument", cause, remedy, definition_of(self._step), "result")])
+            self.findings.add([Problem("argument", cause, remedy, key="result")])
             returned = None
         for problem in refusals.problems(watch, returned):
             # A plain call may make state. Only the first one shows a mode that each call leaves changed.
-            if problem.key == "mode" or not (is_first or (is_second and problem.key == "made")):
+            if problem.key.startswith("mode") or not (is_first or (is_second and problem.key == "made")):
                 self.findings.add([problem])
+        refusals.before.modes.restore(self._device)
         return watch, returned
 
     def _profile(self, batch: Any) -> None:
@@ -241,7 +242,7 @@ class _Diagnosis:
                 where = f" in {result(place)}" if place else ""
                 cause = f"the step returns {text_of(value)}, then {text_of(now)}{where}"
                 remedy = "return a tensor of the device, or compute the number outside of the step"
-                self.findings.add([Problem("stale_number", cause, remedy, definition_of(self._step), place)])
+                self.findings.add([Problem("stale_number", cause, remedy, key=place)])
 
 
 def _survivors(before: Watch, watch: Watch) -> Iterator[Problem]:

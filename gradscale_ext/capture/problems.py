@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -58,10 +59,12 @@ class Problem:
 
 
 class Findings:
-    """Problems as findings, each once for its place and key."""
+    """Problems of a step as findings, each once for its place and key. Those of the whole step have the line on which
+    it is defined."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: Any) -> None:
         """Make an empty list."""
+        self._definition = definition_of(step)
         self._seen: set[tuple[Code, Location | None, str]] = set()
         self.found: list[CaptureFinding] = []
 
@@ -72,6 +75,7 @@ class Findings:
             seen = problem.code, line, problem.key or ("" if line else problem.cause)
             if seen not in self._seen:
                 self._seen.add(seen)
+                line = line or (None if problem.code == "python_hook" else self._definition)
                 place, source = (None, None) if line is None else (str(line), line.source or None)
                 self.found.append(CaptureFinding(problem.code, problem.cause, problem.remedy, place, source))
 
@@ -91,6 +95,8 @@ def text_of(value: Any) -> str:
 
 def definition_of(function: Any) -> Location | None:
     """The line on which a function or method is defined; None for other objects."""
+    while hasattr(function, "__wrapped__") or isinstance(function, functools.partial):
+        function = function.func if isinstance(function, functools.partial) else function.__wrapped__
     code = getattr(function, "__code__", None)
     return None if code is None else Location(code.co_filename, code.co_firstlineno)
 

@@ -10,6 +10,7 @@ import torch
 
 from .contents import Contents
 from .generators import HostGenerators
+from .modes import Modes
 from .problems import text_of
 from .state import Item, Role, State, hooks_of_tensor, memory_of
 
@@ -123,6 +124,8 @@ class Snapshot:
         self.contents = Contents(filter(is_copied, own), state.generators())
         self.memory = {memory._cdata for saved in self.tensors if (memory := memory_of(saved.alias)) is not None}
         self.host_generators = HostGenerators()
+        self._device = state.device()
+        self.modes = Modes.of(self._device)
 
     def kept(self, *roles: Role) -> list[SavedTensor]:
         """The tensors that have one of the roles."""
@@ -161,6 +164,7 @@ class Snapshot:
             saved.restore()
         self.contents.restore()
         self.host_generators.restore()
+        self.modes.restore(self._device)
 
 
 def changes_of(containers: list[tuple[Item, list[tuple[Any, Any]]]]) -> Iterator[Change]:

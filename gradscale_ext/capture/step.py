@@ -490,9 +490,13 @@ class CapturedStep:
 
     def _diagnosed(self, arguments: Arguments) -> str:
         """What `diagnose_capture` finds, for an error message."""
+
+        def step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return self._step(*args, **kwargs)
+
+        step.__wrapped__ = self._step  # type: ignore[attr-defined]  # whose lines messages name
         try:
-            batches = [arguments.build()] * 2
-            diagnosis = diagnose_capture(lambda args, kwargs: self._step(*args, **kwargs), batches, *self._given)
+            diagnosis = diagnose_capture(step, [arguments.build()] * 2, *self._given)
         except Exception:  # the error that is being reported
             return ""
         return "" if diagnosis.ok else f"\n{diagnosis}"

@@ -10,8 +10,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..diagnosis.lines import LIBRARY_PATHS, Location, users_line
-from .arguments import default_devices
 from .generators import TorchGenerators
+from .modes import default_devices
 from .problems import Findings, Problem, step_count_remedy, text_of
 from .record import Record, TorchCall, leaves_in
 
@@ -46,6 +46,9 @@ _NONZERO = (
     "nonzero",
     "torch.where(mask, x, 0), or topk with a fixed number, so that the shape does not depend on values",
 )
+_UNIQUE = (
+    "x.sort(), and a comparison of neighbours, whose shapes do not depend on values; or unique() outside of the step"
+)
 _NORMAL = "torch.normal with a tensor as std", "mean + std * torch.randn_like(mean)"
 #: The same for operators whose results have as many elements as values decide, or that read values on the host.
 _OPERATORS_THAT_READ = {
@@ -58,11 +61,11 @@ _OPERATORS_THAT_READ = {
         "torch.where(mask, x, 0) and sums over mask, so that the shape does not depend on values",
     ),
     "aten::equal": ("torch.equal", ""),
-    "aten::_unique": ("unique", ""),
-    "aten::_unique2": ("unique", ""),
-    "aten::unique_dim": ("unique", ""),
-    "aten::unique_consecutive": ("unique_consecutive", ""),
-    "aten::unique_dim_consecutive": ("unique_consecutive", ""),
+    "aten::_unique": ("unique", _UNIQUE),
+    "aten::_unique2": ("unique", _UNIQUE),
+    "aten::unique_dim": ("unique", _UNIQUE),
+    "aten::unique_consecutive": ("unique_consecutive", _UNIQUE),
+    "aten::unique_dim_consecutive": ("unique_consecutive", _UNIQUE),
     "aten::bincount": (
         "bincount",
         "torch.zeros(n, device=x.device).scatter_add_(0, x, torch.ones_like(x, dtype=torch.float32))",
@@ -241,6 +244,8 @@ class Watch(Record):
         for library, (prefix, instead) in _WAITS_IN_LIBRARIES.items():
             if call.place.library.startswith(library):
                 cause, remedy = f"{prefix} ({cause})", instead
+        if call.place.is_ours:
+            remedy = "leave out check=True and nonfinite='error' in the step; print statistics after it"
         self._add(Problem("sync", cause, remedy, call.location, key=call.place.library))
 
     def _add_read_of_optimizer(
