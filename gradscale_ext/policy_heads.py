@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -38,10 +39,10 @@ class PolicyHead(Head):
             object.__setattr__(self, "clip", 0.2 if self.surrogate == "ppo" else None)
         elif clip is None:
             self._check("clip", self.surrogate != "cispo", "a number or a pair of numbers with surrogate='cispo'")
-        elif isinstance(clip, list | tuple):
-            self._check("clip", len(clip) == 2, "a number, a pair of numbers or None")
-            pair = tuple(_kept(f"{name}: clip", item, "a number, a pair of numbers or None") for item in clip)
-            object.__setattr__(self, "clip", pair)
+        elif (pair := _listed(clip)) is not None:
+            self._check("clip", len(pair) == 2, "a number, a pair of numbers or None")
+            wanted = "a number, a pair of numbers or None"
+            object.__setattr__(self, "clip", tuple(_kept(f"{name}: clip", item, wanted) for item in pair))
         else:
             object.__setattr__(self, "clip", _kept(f"{name}: clip", clip, "a number, a pair of numbers or None"))
         if clip is not ... and self.surrogate == "log":
@@ -75,6 +76,12 @@ class PolicyHead(Head):
         """The fields that all forms of the head have."""
         fields = (Field("advantages", ()), Field("log_probs", (), required=self.surrogate != "log"))
         return (*fields, Field("reference_log_probs", ())) if self.kl_weight != 0 else fields
+
+
+def _listed(value: Any) -> list[Any] | None:
+    """A sequence of any type as a list, such as MultiDiscrete.nvec, which is NumPy's. None for other types."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else None
 
 
 def _kept(argument: str, value: Any, wanted: str) -> float:
@@ -146,13 +153,11 @@ class PolicyGradient(PolicyHead):
     def __post_init__(self) -> None:
         """Check the numbers."""
         super().__post_init__()
-        choices = self.choices
-        if choices is None:
+        if self.choices is None:
             return
         wanted = "None or a tuple of at least one integer of at least 1"
-        if not isinstance(choices, list | tuple) and hasattr(choices, "tolist"):  # NumPy's, as MultiDiscrete.nvec is
-            choices = choices.tolist()
-        if not isinstance(choices, list | tuple) or not all(
+        choices = _listed(self.choices)
+        if choices is None or not all(
             isinstance(size, numbers.Integral) and not isinstance(size, bool) for size in choices
         ):
             raise TypeError(f"PolicyGradient: choices must be {wanted}, but it is {self.choices!r}")

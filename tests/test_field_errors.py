@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import UserList, deque
 from typing import Any
 
 import numpy as np
@@ -327,6 +328,15 @@ def test_arguments_are_kept():
     assert gs.PolicyGradient(clip=np.float32(0.25)) == gs.PolicyGradient(clip=0.25)
     assert gs.PolicyGradient(choices=np.array([2, 3])).choices == (2, 3)
     assert hash(gs.PolicyGradient(clip=[0.1, 0.2])) == hash(gs.PolicyGradient(clip=(0.1, 0.2)))
+    for pair in (
+        np.array([0.1, 0.2]),
+        torch.tensor([0.1, 0.2], dtype=torch.float64),
+        deque([0.1, 0.2]),
+        UserList([0.1, 0.2]),
+    ):
+        assert gs.PolicyGradient(clip=pair) == gs.PolicyGradient(clip=(0.1, 0.2))
+    for sizes in (np.array([2, 3]), torch.tensor([2, 3]), range(2, 4), deque([2, 3]), UserList([2, 3])):
+        assert gs.PolicyGradient(choices=sizes) == gs.PolicyGradient(choices=(2, 3))
     with pytest.raises(TypeError, match="choices"):
         gs.GaussianPolicyGradient(choices=(2,))
     with pytest.raises(
