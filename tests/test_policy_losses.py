@@ -580,6 +580,17 @@ def test_the_actor_of_discrete_sac(impl):
 
 
 @every_implementation
+@pytest.mark.parametrize("dual_clip", [None, 2.0])
+def test_an_infinite_advantage_is_a_tie(impl, dual_clip):
+    """r A and clamp(r) A are both infinite: the gradient is that of -r A."""
+    log_probs, old = leaf([-0.7, -0.7, -3, -0.1]), doubles(-1, -1, -1, -1)
+    fields = {"advantages": doubles(INF, -INF, INF, -INF), "log_probs": old}
+    out = run(gs.PolicyGradient(dual_clip=dual_clip), log_probs, fields, impl, reduction="none")
+    close(out.loss, [-INF, INF, -INF, INF])
+    close(gradient_of(out.loss, log_probs)[0], [-INF, INF, -INF, INF])
+
+
+@every_implementation
 def test_gspo(impl):
     """The ratio of a sequence is the geometric mean over its tokens: a log-probability that was computed elsewhere."""
     p = Policies("discrete", B, T)

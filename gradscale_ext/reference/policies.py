@@ -144,11 +144,11 @@ def _clipped(head: PolicyHead, log_prob: torch.Tensor, target: Fields) -> torch.
     is_constant = (advantage == 0) & ~ratio.isnan()
     if head.bounds is not None:
         clamped = _clamped(head, ratio)
-        binds = torch.where(advantage > 0, ratio > clamped, (advantage < 0) & (ratio < clamped))
+        binds = clamped * advantage < ratio * advantage
         is_constant, constant = is_constant | binds, torch.where(binds, clamped, constant)
     if head.dual_clip is not None:
         dual_clip = _context.operand(float(head.dual_clip), ratio)
-        binds = (advantage < 0) & (ratio > dual_clip)
+        binds = (advantage < 0) & (ratio * advantage < dual_clip * advantage)
         is_constant, constant = is_constant | binds, torch.where(binds, dual_clip, constant)
     return torch.where(is_constant, constant, torch.where(is_constant, 0.0, d).exp())
 
