@@ -479,14 +479,14 @@ template <class A>
     }
   };
   each_part(true, [&](int64_t, int64_t count) {
-    Lanes<A> log_probs = load_lanes(log_prob), entropies = load_lanes(entropy);
+    Lanes<A> log_probs(A(0)), entropies(A(0)); // of a part: a sum of hundreds of terms, one by one, loses digits
     for (int64_t j = 0; j < count; ++j) {
       const NormalTerm<Lanes<A>> term = columns.at(j);
       log_probs += NormalTerm<Lanes<A>>::log_prob(term.z, term.log_scale);
       entropies += NormalTerm<Lanes<A>>::entropy(term.log_scale);
     }
-    store_lanes(log_prob, log_probs);
-    store_lanes(entropy, entropies);
+    store_lanes(log_prob, load_lanes(log_prob) + log_probs);
+    store_lanes(entropy, load_lanes(entropy) + entropies);
   });
   score_rows(pass, s, row_batch, log_prob, entropy, slopes);
   for (int64_t i = 0; i < row_batch.count; ++i) {
