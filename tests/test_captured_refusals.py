@@ -21,6 +21,8 @@ from gradscale_ext.capture import graphs
 @pytest.fixture(autouse=True)
 def tapes(monkeypatch):
     monkeypatch.setattr(graphs, "graphs_of", lambda device: tape.TapeGraphs())
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def complaint(step, state, given, before=lambda: None, after=lambda: None):
@@ -70,6 +72,10 @@ class Counting:
     def returns_an_object(self, x, y):
         return SimpleNamespace(loss=self.learner.step(x, y))
 
+    def toggles_a_mode(self, x, y):
+        torch.use_deterministic_algorithms(not torch.are_deterministic_algorithms_enabled())
+        return self.learner.step(x, y)
+
     def leaves_eval(self, x, y):
         loss = self.learner.step(x, y)
         self.learner.model.eval()
@@ -89,6 +95,7 @@ REFUSED = {
     "branches_rarely": ("stale_number", "the step changes self.updates"),
     "returns_an_object": ("argument", "its result is of type SimpleNamespace"),
     "leaves_eval": ("stale_number", "the step changes Model"),
+    "toggles_a_mode": ("stale_number", "the step changes PyTorch's deterministic mode"),
     "wants_a_gradient": ("argument", "argument 0 requires grad"),
     "draws_rarely": ("generator", "the step draws from a random.Random"),
 }
