@@ -84,7 +84,8 @@ std::string schema(const std::string& overload, const std::string& last) {
   return schema + last + ") -> Tensor[]";
 }
 
-// Reads the record of the heads. A tracer has no values of the numbers that vary, which stay NaN.
+// Reads the record of the heads. A tracer has no values of the numbers that vary, and no size depends on them: each is
+// replaced by 2, which all of them may be.
 Heads heads_from(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> given) {
   std::vector<double> numbers = given[kHeadNumbers].toDoubleVector();
   const Tensors varying = op.schema().overload_name() == "varying" ? given.back().toTensorVector() : Tensors();
@@ -92,7 +93,7 @@ Heads heads_from(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> given)
   for (double& number : numbers) {
     if (std::isnan(number) && next < varying.size()) {
       const at::Tensor& own = varying[next++];
-      number = own.is_meta() ? number : own.item<double>();
+      number = own.is_meta() ? 2 : own.item<double>();
     }
   }
   TORCH_CHECK(next == varying.size(), "multi_step_loss: there are more varying numbers than NaN in the record");
