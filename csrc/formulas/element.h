@@ -145,7 +145,7 @@ struct Slab {
   // Stores `count` rows from row `first` on.
   template <class A>
   void store(int64_t first, int64_t count, const A* values) const {
-    if (stride == 1 && is_double == std::is_same_v<A, double>) {
+    if (count > 0 && stride == 1 && is_double == std::is_same_v<A, double>) { // an empty batch has no memory
       memcpy(from(first).data, values, count * sizeof(A));
       return;
     }
