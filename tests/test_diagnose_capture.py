@@ -686,6 +686,7 @@ def test_random_numbers_of_the_host(library):
     {
         "grad mode (True, then False)": lambda: torch.set_grad_enabled(False),
         "default dtype (torch.float32, then torch.float64)": lambda: torch.set_default_dtype(torch.float64),
+        "default devices ([], then [device(type='meta')])": lambda: torch.set_default_device("meta"),
         "deterministic mode (0, then 2)": lambda: torch.use_deterministic_algorithms(True),
         "autocast (False, then True)": lambda: torch.set_autocast_enabled("cpu", True),
         "autocast dtype (torch.bfloat16, then torch.float16)": lambda: torch.set_autocast_dtype("cpu", torch.float16),

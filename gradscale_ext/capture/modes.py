@@ -54,6 +54,8 @@ class Modes(NamedTuple):
         torch.set_default_dtype(self.default_dtype)
         torch._C._set_fp32_precision_setter("cuda", "matmul", self.matmul_precision)
         torch._C._set_fp32_precision_setter("cuda", "conv", self.convolution_precision)
+        if default_devices() != self.default_devices:
+            torch.set_default_device(self.default_devices[-1] if self.default_devices else None)
 
 
 def _function_modes() -> list[Any]:
