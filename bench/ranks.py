@@ -80,7 +80,7 @@ def worker(rank: int, processes: int, folder: str, seconds: float, enter: Callab
     store = dist.FileStore(f"{folder}/store", processes)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
     found = train(seconds)
-    # Gloo's threads must end before the interpreter does; DistributedDataParallel, which is in a cycle, keeps them.
+    # Gloo's threads must end before the interpreter does: free all objects that hold the process group.
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()

@@ -582,7 +582,7 @@ def test_the_actor_of_discrete_sac(impl):
 @every_implementation
 @pytest.mark.parametrize("dual_clip", [None, 2.0])
 def test_an_infinite_advantage_is_a_tie(impl, dual_clip):
-    """r A and clamp(r) A are both infinite: the gradient is that of -r A."""
+    """r A and clamp(r) A are both infinite: -r A gives the gradient."""
     log_probs, old = leaf([-0.7, -0.7, -3, -0.1]), doubles(-1, -1, -1, -1)
     fields = {"advantages": doubles(INF, -INF, INF, -INF), "log_probs": old}
     out = run(gs.PolicyGradient(dual_clip=dual_clip), log_probs, fields, impl, reduction="none")

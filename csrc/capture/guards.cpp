@@ -30,7 +30,7 @@ bool has_gradient(const at::Tensor& tensor, const std::optional<at::Tensor>& gra
 
 // A tensor's memory, sizes, strides, number of hooks and requires_grad, as they were. The parts that PyTorch makes a
 // tensor of are kept by their addresses, so that a processor reads all of them at once, and not one after another. A
-// part is alive if what refers to it still does.
+// part is read only while the tensor still refers to it.
 class SavedTensor {
  public:
   explicit SavedTensor(py::object tensor) : object_(std::move(tensor)), tensor_(now()) {

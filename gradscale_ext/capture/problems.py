@@ -59,8 +59,8 @@ class Problem:
 
 
 class Findings:
-    """Problems of a step as findings, each once for its place and key. Those of the whole step have the line on which
-    it is defined."""
+    """Problems of a step as findings, each once for its place and key. A problem of the whole step has the line on
+    which the step is defined."""
 
     def __init__(self, step: Any) -> None:
         """Make an empty list."""
