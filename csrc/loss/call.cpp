@@ -5,7 +5,6 @@
 #include "../cuda/empty_tensor.h"
 #include "../torch/gradient_pool.h"
 #include "../torch/tensor_element.h"
-#include "checks.h"
 
 #include <ATen/TensorGeometry.h>
 #include <ATen/ops/empty.h>
@@ -37,43 +36,6 @@ StepWeight weight_of(const at::Tensor& tensor, int64_t batch_dim, int64_t step_d
 } // namespace
 
 // ---- The given tensors ----------------------------------------------------------------------------------------------
-
-void Call::find_types() {
-  if (predictions.size() != heads->size() || targets.size() != heads->size()) {
-    throw Refusal{"heads", c10::str("has ", heads->size(), " heads")};
-  }
-  size_t count = 0;
-  for (std::vector<Entries>& fields : predictions) {
-    for (Entries& entries : fields) {
-      if (entries.tensors.empty()) {
-        throw Refusal{"predictions", "has a head without tensors"};
-      }
-      entries.first = std::exchange(count, count + entries.tensors.size());
-    }
-  }
-  is_double = false;
-  each_prediction([&](const Entries&, const at::Tensor& tensor, size_t) {
-    is_double = is_double || tensor.scalar_type() == at::kDouble;
-  });
-  const c10::Device device = predictions[0][0].tensors[0].device();
-  sum_options = at::TensorOptions().dtype(is_double ? at::kDouble : at::kFloat).device(device);
-  on_device = runs_kernels(device);
-}
-
-void Call::find_sizes() {
-  const Entries& entries = predictions[0][0];
-  const at::Tensor& first = entries.tensors[0];
-  batch = first.dim() > batch_dim(entries) ? first.size(batch_dim(entries)) : 0;
-  num_steps = count_steps();
-}
-
-int64_t Call::count_steps() const {
-  int64_t most = 0;
-  for (size_t h = 0; h < heads->size(); ++h) {
-    most = std::max(most, (*heads)[h].first_step + steps_of(predictions[h][0], batch_first));
-  }
-  return most;
-}
 
 bool Call::wants_any() const {
   const std::vector<HeadWeight>& weights = head_weights.values;
@@ -220,11 +182,6 @@ void run_again(const Call& call, const at::Tensor& grad_output) {
 Pass Call::begin_pass() {
   Pass pass{};
   pass.is_backward = grad_output.defined();
-  if (!pass.is_backward) {
-    find_types();
-    find_sizes();
-    Checks(*this).all();
-  }
   pass.has_gradients = !gradients.empty();
   if (!pass.has_gradients) {
     make_gradients();

@@ -211,7 +211,7 @@ struct Entries {
   Tensors tensors; // empty: the head has no target, or the field was left out
   bool stacked = false;
   bool shared = false; // one tensor for all samples and steps, [D], or expanded from it
-  size_t first = 0;    // the index of the first tensor in the list of all prediction tensors; set by begin_pass()
+  size_t first = 0;    // the index of the first tensor in the list of all prediction tensors; set by check()
 
   // True if the kernels add up the gradient over all samples and steps; autograd does it for an expanded tensor.
   bool sums_gradient() const {
@@ -248,7 +248,7 @@ struct Call : Options {
   const Heads* heads = nullptr;
   at::Tensor grad_output; // of the loss, a scalar or [B]; undefined: the forward pass
 
-  // Set by begin_pass() in the forward pass.
+  // Set by check().
   int64_t batch = 0;
   int64_t num_steps = 0;         // T
   bool is_double = false;        // the type of sums and losses
@@ -303,9 +303,10 @@ struct Call : Options {
   template <class Visit>
   void each_tensor(Visit visit) const;
 
-  // Checks the arguments in the forward pass; throws a Refusal of arguments that do not fit each other. Allocates the
-  // outputs, and the gradients if they are not allocated yet. The result is valid until end_pass(), which accepts the
-  // launches that computed it.
+  // Finds types and sizes, and throws a Refusal of arguments that do not fit each other.
+  void check();
+  // Allocates the outputs, and the gradients if they are not allocated yet. The result is valid until end_pass(), which
+  // accepts the launches that computed it.
   Pass begin_pass();
   void end_pass(std::shared_ptr<const Launches> used);
   // Makes outputs without values, whose sizes may be symbols, for a tracer.
@@ -348,9 +349,9 @@ struct Call : Options {
   std::deque<Entries> copies_; // contiguous copies of entries, which the kernels read
 };
 
-// Without a grad_output: checks the arguments, and computes the outputs and the wanted gradients, for a grad_output of
-// 1; throws a Refusal of arguments that do not fit each other. With one: computes the gradients times grad_output; a
-// device computes nothing else, and does not synchronize.
+// Runs a call that has been checked. Without a grad_output: computes the outputs, and the wanted gradients for a
+// grad_output of 1. With one: computes the gradients times grad_output; a device computes nothing else, and does not
+// synchronize.
 void run(Call& call);
 
 // The same for a call that has run without a grad_output, and whose gradients are still in their memory. Keeps them

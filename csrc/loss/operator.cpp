@@ -207,7 +207,10 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (const Gradient& gradient : layout.gradients) {
     call.gradients[gradient.prediction] = gradient.in(layout.joined);
   }
-  run_or_raise([&] { run(call); });
+  run_or_raise([&] {
+    call.check();
+    run(call);
+  });
   return_from(op, *stack, results_of(call, layout));
 }
 

@@ -360,23 +360,22 @@ std::shared_ptr<Plan> make_plan(
 }
 
 // Computes the loss. `options` is an `Options` of gradscale_ext/call/options.py, whose fields have the order of the C++
-// Options (tests/test_loss_contexts.py checks it). Returns the fields of `MultiStepLossOutput` by name, or a Refusal.
+// Options (tests/test_loss_contexts.py checks it). Returns the fields of `MultiStepLossOutput` by name.
 py::object multi_step_loss(
     const std::shared_ptr<Plan>& plan, py::handle predictions, py::handle targets, const py::tuple& options) {
-  return run_or_refuse([&]() -> py::object {
-    require_ordinary_context();
-    Call call = LossReader(*plan).read(predictions, targets, options);
-    {
-      py::gil_scoped_release no_gil;
-      at::NoGradGuard no_grad;
-      run(call);
-    }
-    py::dict result = outputs_to_python(*plan, call);
-    if (call.wants_any()) {
-      record_call(std::move(call), plan);
-    }
-    return result;
-  });
+  require_ordinary_context();
+  Call call = LossReader(*plan).read(predictions, targets, options);
+  {
+    py::gil_scoped_release no_gil;
+    at::NoGradGuard no_grad;
+    call.check();
+    run(call);
+  }
+  py::dict result = outputs_to_python(*plan, call);
+  if (call.wants_any()) {
+    record_call(std::move(call), plan);
+  }
+  return result;
 }
 
 } // namespace
@@ -390,7 +389,7 @@ Plan::Plan(py::dict heads, const std::vector<std::string>& head_names, const std
 
 void define_loss(py::module_& m) {
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan").def(py::init(&make_plan));
-  m.def("multi_step_loss", &multi_step_loss);
+  m.def("multi_step_loss", run_or_refuse(&multi_step_loss));
   m.def("fields", [] { // kind of head -> names of the fields of predictions and of targets
     py::dict fields;
     for (const KindOfHead& kind : kinds()) {

@@ -170,41 +170,39 @@ std::array<py::handle, count> items(const py::tuple& given) {
 
 // `given` has the order of Trajectories in gradscale_ext/_trajectories.py.
 py::object returns_in_eager_mode(int64_t formula, const py::tuple& given) {
-  return run_or_refuse([&] {
-    const auto
-        [rewards, values, next_values, ratios, discount, lambda, terminated, truncated, mask, clips, n, batch_first] =
-            items<12>(given);
-    const ReturnsReader read(rewards, batch_first);
-    LinearCall call{};
-    const FunctionOverTrajectories& function = kFunctions[formula];
-    call.formula = formula;
-    call.observations = next_values.is_none() && function.values != Values::none;
-    require(!call.observations || (truncated.is_none() && function.values != Values::actions));
-    const bool reads_values = call.observations || function.reads_own_values();
-    require(!reads_values || !values.is_none());
-    call.inputs = {
-        read.by_step(rewards, has_element),
-        reads_values ? read.by_step(values, has_element, call.observations ? 1 : 0) : at::Tensor(),
-        read.by_step(next_values, has_element)};
-    const at::Tensor unread = reads_values ? at::Tensor() : read.unread_values(values);
-    call.batch_first = read.is_batch_first;
-    call.ratios = read.by_step(ratios, has_element);
-    require(call.ratios.defined() == function.has_ratios);
-    call.discounts = read.coefficient(discount, -1, call.discount);
-    call.lambdas = read.coefficient(lambda, 0, call.lambda);
-    call.terminated = read.by_step(terminated, is_bool);
-    call.truncated = read.by_step(truncated, is_bool);
-    call.mask = read.by_step(mask, is_bool);
-    for (int i = 0; i < 3; ++i) {
-      call.limits[i] = ReturnsReader::limit(PyTuple_GET_ITEM(clips.ptr(), i));
+  const auto
+      [rewards, values, next_values, ratios, discount, lambda, terminated, truncated, mask, clips, n, batch_first] =
+          items<12>(given);
+  const ReturnsReader read(rewards, batch_first);
+  LinearCall call{};
+  const FunctionOverTrajectories& function = kFunctions[formula];
+  call.formula = formula;
+  call.observations = next_values.is_none() && function.values != Values::none;
+  require(!call.observations || (truncated.is_none() && function.values != Values::actions));
+  const bool reads_values = call.observations || function.reads_own_values();
+  require(!reads_values || !values.is_none());
+  call.inputs = {
+      read.by_step(rewards, has_element),
+      reads_values ? read.by_step(values, has_element, call.observations ? 1 : 0) : at::Tensor(),
+      read.by_step(next_values, has_element)};
+  const at::Tensor unread = reads_values ? at::Tensor() : read.unread_values(values);
+  call.batch_first = read.is_batch_first;
+  call.ratios = read.by_step(ratios, has_element);
+  require(call.ratios.defined() == function.has_ratios);
+  call.discounts = read.coefficient(discount, -1, call.discount);
+  call.lambdas = read.coefficient(lambda, 0, call.lambda);
+  call.terminated = read.by_step(terminated, is_bool);
+  call.truncated = read.by_step(truncated, is_bool);
+  call.mask = read.by_step(mask, is_bool);
+  for (int i = 0; i < 3; ++i) {
+    call.limits[i] = ReturnsReader::limit(PyTuple_GET_ITEM(clips.ptr(), i));
+  }
+  call.n = has_n(static_cast<Formula>(formula)) ? ReturnsReader::integer(n, 1) : 0;
+  return without_gil([&] {
+    if (unread.defined() && unread.scalar_type() == at::kDouble) {
+      call.inputs[0] = call.inputs[0].to(at::kDouble); // the dtype of the results depends on the dtype of values
     }
-    call.n = has_n(static_cast<Formula>(formula)) ? ReturnsReader::integer(n, 1) : 0;
-    return without_gil([&] {
-      if (unread.defined() && unread.scalar_type() == at::kDouble) {
-        call.inputs[0] = call.inputs[0].to(at::kDouble); // the dtype of the results depends on the dtype of values
-      }
-      return returns(call, /*is_plain=*/true);
-    });
+    return returns(call, /*is_plain=*/true);
   });
 }
 
@@ -214,48 +212,46 @@ bool is_word(py::handle given, const char* text) {
 
 // `given` has the order of Window in gradscale_ext/_windows.py.
 py::object muzero_targets_in_eager_mode(const py::tuple& given) {
-  return run_or_refuse([&] {
-    const auto
-        [rewards,
-         root_values,
-         num_unroll_steps,
-         td_steps,
-         discount,
-         lengths,
-         terminated,
-         to_play,
-         reward,
-         prefix_horizon,
-         root_reward,
-         batch_first] = items<12>(given);
-    const ReturnsReader read(rewards, batch_first);
-    const bool is_prefix = is_word(reward, "value_prefix");
-    require(is_prefix ? to_play.is_none() : is_word(reward, "reward"));
-    require(!root_values.is_none() && (lengths.is_none() || !terminated.is_none()));
-    MuZeroWindows windows{};
-    windows.rewards = read.by_step(rewards, has_element);
-    windows.root_values = read.by_step(root_values, has_element, 1);
-    windows.lengths = read.by_row(lengths, is_long);
-    windows.terminated = read.by_row(terminated, is_bool);
-    windows.to_play = read.by_step(to_play, is_integral, 1);
-    windows.root_reward = read.by_row(root_reward, has_element);
-    windows.discounts = read.coefficient(discount, -1, windows.discount, /*per_step=*/false);
-    const int64_t unroll_steps = ReturnsReader::integer(num_unroll_steps, 0);
-    require(unroll_steps <= std::numeric_limits<int32_t>::max());
-    windows.num_unroll_steps = unroll_steps;
-    windows.horizons = read.horizons(td_steps, unroll_steps + 1, windows.td_steps);
-    const int64_t longest = std::max<int64_t>(1, unroll_steps);
-    const int64_t horizon = prefix_horizon.is_none() ? longest : ReturnsReader::integer(prefix_horizon, 1);
-    windows.prefix_horizon = is_prefix ? horizon : 0;
-    windows.batch_first = read.is_batch_first;
-    windows.is_checked = windows.rewards.is_cpu();
-    check_constants(windows);
-    return without_gil([&] {
-      const at::NoGradGuard no_grad;
-      std::vector<at::Tensor> results = muzero_targets(windows);
-      require(!results.empty()); // lengths, td_steps or to_play have values out of range
-      return results;
-    });
+  const auto
+      [rewards,
+       root_values,
+       num_unroll_steps,
+       td_steps,
+       discount,
+       lengths,
+       terminated,
+       to_play,
+       reward,
+       prefix_horizon,
+       root_reward,
+       batch_first] = items<12>(given);
+  const ReturnsReader read(rewards, batch_first);
+  const bool is_prefix = is_word(reward, "value_prefix");
+  require(is_prefix ? to_play.is_none() : is_word(reward, "reward"));
+  require(!root_values.is_none() && (lengths.is_none() || !terminated.is_none()));
+  MuZeroWindows windows{};
+  windows.rewards = read.by_step(rewards, has_element);
+  windows.root_values = read.by_step(root_values, has_element, 1);
+  windows.lengths = read.by_row(lengths, is_long);
+  windows.terminated = read.by_row(terminated, is_bool);
+  windows.to_play = read.by_step(to_play, is_integral, 1);
+  windows.root_reward = read.by_row(root_reward, has_element);
+  windows.discounts = read.coefficient(discount, -1, windows.discount, /*per_step=*/false);
+  const int64_t unroll_steps = ReturnsReader::integer(num_unroll_steps, 0);
+  require(unroll_steps <= std::numeric_limits<int32_t>::max());
+  windows.num_unroll_steps = unroll_steps;
+  windows.horizons = read.horizons(td_steps, unroll_steps + 1, windows.td_steps);
+  const int64_t longest = std::max<int64_t>(1, unroll_steps);
+  const int64_t horizon = prefix_horizon.is_none() ? longest : ReturnsReader::integer(prefix_horizon, 1);
+  windows.prefix_horizon = is_prefix ? horizon : 0;
+  windows.batch_first = read.is_batch_first;
+  windows.is_checked = windows.rewards.is_cpu();
+  check_constants(windows);
+  return without_gil([&] {
+    const at::NoGradGuard no_grad;
+    std::vector<at::Tensor> results = muzero_targets(windows);
+    require(!results.empty()); // lengths, td_steps or to_play have values out of range
+    return results;
   });
 }
 
@@ -267,8 +263,8 @@ void define_returns(py::module_& m) {
     functions.append(function.name);
   }
   m.attr("functions_over_trajectories") = functions;
-  m.def("returns", &returns_in_eager_mode);
-  m.def("muzero_targets", &muzero_targets_in_eager_mode);
+  m.def("returns", run_or_refuse(&returns_in_eager_mode));
+  m.def("muzero_targets", run_or_refuse(&muzero_targets_in_eager_mode));
 }
 
 } // namespace gradscale

@@ -14,31 +14,29 @@ namespace gradscale {
 
 namespace {
 
-// The loss, or a Refusal. A weight that is a tensor is read if it is a constant on the CPU.
+// The loss. A weight that is a tensor is read if it is a constant on the CPU.
 py::object l2_loss_in_eager_mode(const std::vector<py::object>& given, py::handle weight) {
-  return run_or_refuse([&] {
-    require_ordinary_context();
-    double factor = 0;
-    if (THPVariable_Check(weight.ptr())) {
-      const at::Tensor tensor = read_tensor(weight, [] { return "weight"; });
-      if (!tensor.is_cpu() || tensor.requires_grad()) {
-        throw Refusal{"weight", "is a tensor: give a number, if one is known and needs no gradient"};
-      }
-      factor = tensor.item<double>();
-    } else {
-      factor = weight.cast<double>();
+  require_ordinary_context();
+  double factor = 0;
+  if (THPVariable_Check(weight.ptr())) {
+    const at::Tensor tensor = read_tensor(weight, [] { return "weight"; });
+    if (!tensor.is_cpu() || tensor.requires_grad()) {
+      throw Refusal{"weight", "is a tensor: give a number, if one is known and needs no gradient"};
     }
-    std::vector<at::Tensor> parameters;
-    parameters.reserve(given.size());
-    for (const py::object& parameter : given) {
-      const auto words = [&] { return c10::str("parameters[", parameters.size(), "]"); };
-      parameters.push_back(read_floats(parameter, words));
-      if (parameters.back().device() != parameters[0].device()) {
-        throw Refusal{};
-      }
+    factor = tensor.item<double>();
+  } else {
+    factor = weight.cast<double>();
+  }
+  std::vector<at::Tensor> parameters;
+  parameters.reserve(given.size());
+  for (const py::object& parameter : given) {
+    const auto words = [&] { return c10::str("parameters[", parameters.size(), "]"); };
+    parameters.push_back(read_floats(parameter, words));
+    if (parameters.back().device() != parameters[0].device()) {
+      throw Refusal{};
     }
-    return py::cast(l2_loss(std::move(parameters), factor));
-  });
+  }
+  return py::cast(l2_loss(std::move(parameters), factor));
 }
 
 // Refuses a tensor that the kernels do not accept. Python splits lists of tensors on several devices.
@@ -51,39 +49,36 @@ void require_gradient(const at::Tensor& tensor, const char* argument, c10::Devic
   }
 }
 
-// (values, counts), and norms if there are weights, or a Refusal. A weight is None if its gradient needs no
-// norms.
+// (values, counts), and norms if there are weights. A weight is None if its gradient needs no norms.
 py::object statistics_in_eager_mode(
     const OptionalTensors& gradients, double p, const std::optional<OptionalTensors>& weights, bool rows) {
   TORCH_CHECK(
       !weights || (p == 2 && weights->size() == gradients.size()),
       "tensor_statistics: weights need p = 2 and one gradient each");
-  return run_or_refuse([&]() -> py::object {
-    if (!ordinary_context()) {
-      throw Refusal{};
+  if (!ordinary_context()) {
+    throw Refusal{};
+  }
+  const at::Tensor* first = nullptr;
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    const std::optional<at::Tensor>& gradient = gradients[i];
+    if (gradient) {
+      first = first == nullptr ? &*gradient : first;
+      require_gradient(*gradient, "a gradient", first->device());
     }
-    const at::Tensor* first = nullptr;
-    for (size_t i = 0; i < gradients.size(); ++i) {
-      const std::optional<at::Tensor>& gradient = gradients[i];
-      if (gradient) {
-        first = first == nullptr ? &*gradient : first;
-        require_gradient(*gradient, "a gradient", first->device());
+    if (weights && (*weights)[i]) {
+      const at::Tensor& weight = *(*weights)[i];
+      if (!gradient || gradient->layout() != at::kStrided || weight.layout() != at::kStrided ||
+          weight.sizes() != gradient->sizes()) {
+        throw Refusal{};
       }
-      if (weights && (*weights)[i]) {
-        const at::Tensor& weight = *(*weights)[i];
-        if (!gradient || gradient->layout() != at::kStrided || weight.layout() != at::kStrided ||
-            weight.sizes() != gradient->sizes()) {
-          throw Refusal{};
-        }
-        require_gradient(weight, "a parameter", gradient->device());
-      }
+      require_gradient(weight, "a parameter", gradient->device());
     }
-    const auto [values, counts, norms] = tensor_statistics(gradients, p, weights, rows);
-    if (weights) {
-      return py::make_tuple(values, counts, norms);
-    }
-    return py::make_tuple(values, counts);
-  });
+  }
+  const auto [values, counts, norms] = tensor_statistics(gradients, p, weights, rows);
+  if (weights) {
+    return py::make_tuple(values, counts, norms);
+  }
+  return py::make_tuple(values, counts);
 }
 
 // The gradients of a list of parameters, or nothing if the list is unusual: with other classes than PyTorch's own, a
@@ -151,10 +146,10 @@ py::object clip_gradients_in_eager_mode(py::handle parameters, double p, const V
 } // namespace
 
 void define_statistics(py::module_& m) {
-  m.def("l2_loss", &l2_loss_in_eager_mode);
+  m.def("l2_loss", run_or_refuse(&l2_loss_in_eager_mode));
   m.def(
       "tensor_statistics",
-      &statistics_in_eager_mode,
+      run_or_refuse(&statistics_in_eager_mode),
       py::arg("gradients"),
       py::arg("p"),
       py::arg("weights") = py::none(),

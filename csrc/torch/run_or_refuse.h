@@ -1,4 +1,4 @@
-// An eager call reads the objects that Python gives, and returns a result or a Refusal.
+// An eager entry point reads the objects that Python gives, and returns a result, or throws a Refusal.
 #pragma once
 
 #include "refusal.h"
@@ -8,17 +8,20 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <string>
+#include <utility>
 
 namespace gradscale {
 
-// Returns the result of `call`, or its Refusal.
-template <class Function>
-pybind11::object run_or_refuse(Function call) {
-  try {
-    return call();
-  } catch (const Refusal& refusal) {
-    return pybind11::cast(refusal);
-  }
+// The function that Python calls for an eager entry point: it returns what the entry point returns, or its Refusal.
+template <class Result, class... Arguments>
+auto run_or_refuse(Result (*entry_point)(Arguments...)) {
+  return [entry_point](Arguments... arguments) -> pybind11::object {
+    try {
+      return entry_point(std::forward<Arguments>(arguments)...);
+    } catch (const Refusal& refusal) {
+      return pybind11::cast(refusal);
+    }
+  };
 }
 
 C10_NOINLINE inline std::string type_of(pybind11::handle given) {

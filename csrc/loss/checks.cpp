@@ -1,11 +1,17 @@
 // Checks of the tensors of a call.
-#pragma once
-
 #include "../torch/refusal.h"
 #include "../torch/tensor_element.h"
 #include "call.h"
 
+#include <algorithm>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
 namespace gradscale {
+
+namespace {
 
 // Checks that the shapes and types of a call's tensors agree with each other and with the forms of the heads. Throws a
 // Refusal of the first that do not, and a ValueError of classes out of range.
@@ -340,5 +346,50 @@ class Checks {
   const Heads& heads_;
   const Call& call_;
 };
+
+} // namespace
+
+void Call::find_types() {
+  if (predictions.size() != heads->size() || targets.size() != heads->size()) {
+    throw Refusal{"heads", c10::str("has ", heads->size(), " heads")};
+  }
+  size_t count = 0;
+  for (std::vector<Entries>& fields : predictions) {
+    for (Entries& entries : fields) {
+      if (entries.tensors.empty()) {
+        throw Refusal{"predictions", "has a head without tensors"};
+      }
+      entries.first = std::exchange(count, count + entries.tensors.size());
+    }
+  }
+  is_double = false;
+  each_prediction([&](const Entries&, const at::Tensor& tensor, size_t) {
+    is_double = is_double || tensor.scalar_type() == at::kDouble;
+  });
+  const c10::Device device = predictions[0][0].tensors[0].device();
+  sum_options = at::TensorOptions().dtype(is_double ? at::kDouble : at::kFloat).device(device);
+  on_device = runs_kernels(device);
+}
+
+void Call::find_sizes() {
+  const Entries& entries = predictions[0][0];
+  const at::Tensor& first = entries.tensors[0];
+  batch = first.dim() > batch_dim(entries) ? first.size(batch_dim(entries)) : 0;
+  num_steps = count_steps();
+}
+
+int64_t Call::count_steps() const {
+  int64_t most = 0;
+  for (size_t h = 0; h < heads->size(); ++h) {
+    most = std::max(most, (*heads)[h].first_step + steps_of(predictions[h][0], batch_first));
+  }
+  return most;
+}
+
+void Call::check() {
+  find_types();
+  find_sizes();
+  Checks(*this).all();
+}
 
 } // namespace gradscale
