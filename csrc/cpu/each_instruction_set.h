@@ -50,11 +50,17 @@ Function best_variant(Function baseline, Function avx2, Function avx512) {
 #define GRADSCALE_CPU_KERNEL(name) baseline::name
 #endif
 
+#if GRADSCALE_X86_VARIANTS && !defined(__clang__)
+#pragma GCC push_options
+#endif
 #define GRADSCALE_VARIANT baseline
 #define GRADSCALE_VECTOR_BYTES 16
 #include GRADSCALE_KERNELS
 #undef GRADSCALE_VARIANT
 #undef GRADSCALE_VECTOR_BYTES
+#if GRADSCALE_X86_VARIANTS && !defined(__clang__)
+#pragma GCC pop_options
+#endif
 
 #if GRADSCALE_X86_VARIANTS
 

@@ -41,6 +41,8 @@ const ReturnsRows across_rows_kernel = GRADSCALE_CPU_KERNEL(across_rows);
 #include "../formulas.h"
 #include "sources.h"
 
+#include "../../cpu/begin_kernels.h"
+
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
