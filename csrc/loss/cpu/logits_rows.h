@@ -3,6 +3,37 @@ namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
+template <class T>
+Ahead ahead_of(const Segment& s, int64_t row) {
+  return ahead_of<T>(s.prediction, s.gradient, row);
+}
+
+// Not inlined, because loops that share a function with the loops of other heads get too few registers.
+template <class T, class A, class Run>
+[[gnu::noinline]] void run_row_by_row(
+    const Segment& s, const RowBatch& row_batch, const Run& run, RowBatchSums<A>& sums) {
+  for (int64_t i = row_batch.count; i < kLanes; ++i) {
+    for (auto& sum : sums.at) {
+      sum[i] = 1;
+    }
+  }
+  for (int64_t i = 0; i < row_batch.count; ++i) {
+    const T* logits = row_of<T>(s.prediction, row_batch.first + i);
+    const Extremes<A> extremes = extremes_of<A>(logits, s.width);
+    const A magnitude = std::max(-extremes.smallest, extremes.largest); // NaN if `smallest` is NaN
+    s.metrics[row_batch.first + i] = {0, std::isfinite(magnitude) ? magnitude : largest_finite<A>(logits, s.width)};
+    run(T(), i, extremes, sums);
+  }
+}
+
+// Calls run(T(), lane, extremes of its logits, sums), where T is the type of the logits, for each row of a row batch.
+template <class A, class Run>
+RowBatchSums<A> row_by_row(const Segment& s, const RowBatch& row_batch, const Run& run) {
+  RowBatchSums<A> sums;
+  dispatch_rows<A>(s.prediction, [&](auto type) { run_row_by_row<decltype(type)>(s, row_batch, run, sums); });
+  return sums;
+}
+
 // Rows of logits over the bins of a support: cross-entropy with a target over the bins that encodes a scalar (TwoHot,
 // HLGauss).
 

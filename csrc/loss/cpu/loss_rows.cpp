@@ -25,6 +25,8 @@ RunRows run_rows_kernel = GRADSCALE_CPU_KERNEL(run_rows);
 #include "../../formulas/targets.h"
 #include "../kinds.h"
 
+#include "../../cpu/begin_kernels.h"
+
 #include "row_batches.h"
 
 #include "logits_rows.h"
@@ -37,6 +39,47 @@ RunRows run_rows_kernel = GRADSCALE_CPU_KERNEL(run_rows);
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
+
+inline void clear_row(const Pass& pass, const Segment& s, int64_t row) {
+  s.loss.store(row, 0.0);
+  s.metrics[row] = {};
+  pass.clear_gradients(s, row);
+}
+
+// The row batch that begins with row `first`, of up to 16 rows before row `end`. `common` is the factor of all rows;
+// null if each has its own.
+inline RowBatch row_batch_of(const Pass& pass, const Segment& s, int64_t first, int64_t end, const RowFactor* common) {
+  RowBatch row_batch{first, end - first < kLanes ? end - first : kLanes, {}, {}};
+  for (int64_t i = 0; i < row_batch.count; ++i) {
+    const RowFactor factor = common != nullptr ? *common : pass.row_factor(s, first + i);
+    row_batch.unmasked[i] = factor.counts;
+    row_batch.coefficients[i] = factor.counts ? factor.coefficient : 0.0;
+  }
+  return row_batch;
+}
+
+inline void clear_masked(const Pass& pass, const Segment& s, const RowBatch& row_batch) {
+  for (int64_t i = 0; i < row_batch.count; ++i) {
+    if (!row_batch.unmasked[i]) {
+      clear_row(pass, s, row_batch.first + i);
+    }
+  }
+}
+
+// Calls run(row batch) for the row batches of rows begin to end - 1. A masked row adds exactly nothing: its loss,
+// metrics and gradient are 0 whatever it holds, and only its detail, which does not depend on its target, is kept.
+template <class Run>
+void each_row_batch(const Pass& pass, const Segment& s, int64_t begin, int64_t end, Run run) {
+  const bool is_common = pass.has_common_factor(s);
+  const RowFactor common = pass.row_factor(s, begin);
+  for (int64_t first = begin; first < end; first += kLanes) {
+    const RowBatch row_batch = row_batch_of(pass, s, first, end, is_common ? &common : nullptr);
+    run(row_batch);
+    if (!is_common) {
+      clear_masked(pass, s, row_batch);
+    }
+  }
+}
 
 template <class A>
 void run_rows_of(const Pass& pass, const Segment& s, int64_t begin, int64_t end, A* scratch) {

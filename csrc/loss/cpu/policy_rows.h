@@ -434,6 +434,22 @@ struct NormalColumns {
   NormalTerm<Lanes<A>> at(int64_t j) const {
     return {inverse_scales.column(j), z.column(j), log_scales.column(j)};
   }
+
+  // Replaces z and log_scales by the gradients of means and log_stds, and adds the squares of those that count.
+  void differentiate(
+      int64_t count, Lanes<A> slope, Lanes<A> weight, bool counts_means, bool counts_scales, double* squares) {
+    for (int64_t j = 0; j < count; ++j) {
+      const NormalTerm<Lanes<A>> term = at(j);
+      z.store_column(j, term.mean_gradient(slope));
+      log_scales.store_column(j, term.log_scale_gradient(slope, weight));
+      if (counts_means) {
+        add_squares(z.at[j], squares);
+      }
+      if (counts_scales) {
+        add_squares(log_scales.at[j], squares);
+      }
+    }
+  }
 };
 
 // Writes the gradients of `count` dimensions, from dimension `begin` on.
@@ -505,17 +521,7 @@ template <class A>
   const bool counts_scales = log_scale_gradient.data != nullptr && !s.shares_scales;
   double squares[kLanes] = {};
   each_part(!is_kept, [&](int64_t begin, int64_t count) {
-    for (int64_t j = 0; j < count; ++j) {
-      const NormalTerm<Lanes<A>> term = columns.at(j);
-      columns.z.store_column(j, term.mean_gradient(slope));
-      columns.log_scales.store_column(j, term.log_scale_gradient(slope, weight));
-      if (s.gradient.data != nullptr) {
-        add_squares(columns.z.at[j], squares);
-      }
-      if (counts_scales) {
-        add_squares(columns.log_scales.at[j], squares);
-      }
-    }
+    columns.differentiate(count, slope, weight, s.gradient.data != nullptr, counts_scales, squares);
     write_dimensions(s.gradient, row_batch, begin, count, columns.z);
     if (s.sums_scales && log_scale_gradient.data != nullptr) {
       write_sums(log_scale_gradient, row_batch, begin, count, columns.log_scales);

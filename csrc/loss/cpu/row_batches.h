@@ -38,47 +38,6 @@ const T* lane_row(const Rows& rows, const RowBatch& row_batch, int64_t lane) {
   return row_of<T>(rows, row_batch.first + (lane < row_batch.count ? lane : 0));
 }
 
-inline void clear_row(const Pass& pass, const Segment& s, int64_t row) {
-  s.loss.store(row, 0.0);
-  s.metrics[row] = {};
-  pass.clear_gradients(s, row);
-}
-
-// The row batch that begins with row `first`, of up to 16 rows before row `end`. `common` is the factor of all rows;
-// null if each has its own.
-inline RowBatch row_batch_of(const Pass& pass, const Segment& s, int64_t first, int64_t end, const RowFactor* common) {
-  RowBatch row_batch{first, end - first < kLanes ? end - first : kLanes, {}, {}};
-  for (int64_t i = 0; i < row_batch.count; ++i) {
-    const RowFactor factor = common != nullptr ? *common : pass.row_factor(s, first + i);
-    row_batch.unmasked[i] = factor.counts;
-    row_batch.coefficients[i] = factor.counts ? factor.coefficient : 0.0;
-  }
-  return row_batch;
-}
-
-inline void clear_masked(const Pass& pass, const Segment& s, const RowBatch& row_batch) {
-  for (int64_t i = 0; i < row_batch.count; ++i) {
-    if (!row_batch.unmasked[i]) {
-      clear_row(pass, s, row_batch.first + i);
-    }
-  }
-}
-
-// Calls run(row batch) for the row batches of rows begin to end - 1. A masked row adds exactly nothing: its loss,
-// metrics and gradient are 0 whatever it holds, and only its detail, which does not depend on its target, is kept.
-template <class Run>
-void each_row_batch(const Pass& pass, const Segment& s, int64_t begin, int64_t end, Run run) {
-  const bool is_common = pass.has_common_factor(s);
-  const RowFactor common = pass.row_factor(s, begin);
-  for (int64_t first = begin; first < end; first += kLanes) {
-    const RowBatch row_batch = row_batch_of(pass, s, first, end, is_common ? &common : nullptr);
-    run(row_batch);
-    if (!is_common) {
-      clear_masked(pass, s, row_batch);
-    }
-  }
-}
-
 // Applies the transform of a support, or its inverse, to `count` numbers. It is vectorised if it needs no library
 // function except sqrt. Whole vectors are then computed, for which x must have room: scalar code for the remaining
 // numbers may round differently.
@@ -134,37 +93,6 @@ struct Targets {
     encode_many(*s.head, row_batch, scalars, encoded);
   }
 };
-
-template <class T>
-Ahead ahead_of(const Segment& s, int64_t row) {
-  return ahead_of<T>(s.prediction, s.gradient, row);
-}
-
-// Not inlined, because loops that share a function with the loops of other heads get too few registers.
-template <class T, class A, class Run>
-[[gnu::noinline]] void run_row_by_row(
-    const Segment& s, const RowBatch& row_batch, const Run& run, RowBatchSums<A>& sums) {
-  for (int64_t i = row_batch.count; i < kLanes; ++i) {
-    for (auto& sum : sums.at) {
-      sum[i] = 1;
-    }
-  }
-  for (int64_t i = 0; i < row_batch.count; ++i) {
-    const T* logits = row_of<T>(s.prediction, row_batch.first + i);
-    const Extremes<A> extremes = extremes_of<A>(logits, s.width);
-    const A magnitude = std::max(-extremes.smallest, extremes.largest); // NaN if `smallest` is NaN
-    s.metrics[row_batch.first + i] = {0, std::isfinite(magnitude) ? magnitude : largest_finite<A>(logits, s.width)};
-    run(T(), i, extremes, sums);
-  }
-}
-
-// Calls run(T(), lane, extremes of its logits, sums), where T is the type of the logits, for each row of a row batch.
-template <class A, class Run>
-RowBatchSums<A> row_by_row(const Segment& s, const RowBatch& row_batch, const Run& run) {
-  RowBatchSums<A> sums;
-  dispatch_rows<A>(s.prediction, [&](auto type) { run_row_by_row<decltype(type)>(s, row_batch, run, sums); });
-  return sums;
-}
 
 // Stores the losses of a row batch's rows, and the entropies of policies.
 template <bool is_policy, class A, int options>
