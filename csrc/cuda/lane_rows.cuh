@@ -268,15 +268,8 @@ class LaneRows {
     const typename Formula::Exponent exponent(maximum);
     formula.begin_row(owner, vectors, exponent);
     if constexpr (Formula::kHasMetrics) {
-      if (!(largest < INFINITY)) { // rarely: illegal actions and bins
-        largest = 0;
-        Values x, target_values{};
-        unpack_rows(x, target_values);
-#pragma unroll
-        for (int n = 0; n < kElements; ++n) {
-          largest = larger(largest, finite_magnitude(x[n]));
-          formula.add_illegal(chains[Vectors::chain(n)], x[n], formula.target(vectors, n, target_values[n]));
-        }
+      if (!(largest < INFINITY)) { // rarely
+        add_illegal(formula, vectors, chains, largest);
       }
       if (formula.counts()) {
         own.largest_logit = larger(own.largest_logit, largest);
@@ -313,33 +306,58 @@ class LaneRows {
         }
       }
       if (exists(begin)) { // otherwise, other lanes store the row
-        Gradient* const gradient = gradient_rows_.row(begin + warp_.lane / kLanes);
-        vectors.store(gradient, e);
-        if (!formula.counts()) { // rarely: the branch costs less than a choice for each element
-          const Values zeros{};
-          vectors.store(gradient, zeros);
-        }
+        store_gradient(vectors, gradient_rows_.row(begin + warp_.lane / kLanes), e, formula.counts());
       }
     }
     if constexpr (!Formula::kLoadsAhead) {
       load_next(begin + kSideBySide);
     }
-    if constexpr (Formula::kFinishes && kLanes > 1) {
+    if constexpr (Formula::kFinishes) {
+      keep(owner, maximum, square, sums, own);
+    }
+  }
+
+  // Keeps what finish() needs of a row. Sums over its lanes that the gradient does not need are added up there.
+  GRADSCALE_DEVICE void keep(
+      int owner, float maximum, float square, const float (&sums)[kSums], RowResults<kSums>& own) {
+    if constexpr (kLanes > 1) {
       float parts[kParts];
 #pragma unroll
       for (int i = kRowSums; i < kSums; ++i) {
         parts[i - kRowSums] = sums[i];
       }
       parts[kSums - kRowSums] = square;
-      partial_sums().put(owner, vectors.rank(), parts);
+      partial_sums().put(owner, vectors_.rank(), parts);
     }
-    if (Formula::kFinishes && owner == warp_.lane) {
+    if (owner == warp_.lane) {
       (kLanes == 1 ? own.maximum : row_maximum()) = maximum;
       own.square = kLanes == 1 ? square : 0;
 #pragma unroll
       for (int i = 0; i < (kLanes == 1 ? kSums : kRowSums); ++i) {
         own.sums[i] = sums[i];
       }
+    }
+  }
+
+  // Adds illegal actions and bins to the sums, and finds the largest magnitude of this lane's finite logits.
+  GRADSCALE_DEVICE void add_illegal(
+      const Formula& formula, const Vectors& vectors, float (&chains)[Vectors::kChains][kSums], float& largest) const {
+    largest = 0;
+    Values x, t{};
+    unpack_rows(x, t);
+#pragma unroll
+    for (int n = 0; n < kElements; ++n) {
+      largest = larger(largest, finite_magnitude(x[n]));
+      formula.add_illegal(chains[Vectors::chain(n)], x[n], formula.target(vectors, n, t[n]));
+    }
+  }
+
+  GRADSCALE_DEVICE static void store_gradient(
+      const Vectors& vectors, Gradient* row, const Values& gradient, bool counts) {
+    vectors.store(row, gradient);
+    if (!counts) { // rarely: the branch costs less than a choice for each element
+      const Values zeros{};
+      vectors.store(row, zeros);
     }
   }
 

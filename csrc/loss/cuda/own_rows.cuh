@@ -46,81 +46,96 @@ struct ClassGroup {
     }
   }
 
-  template <Mixture mixture, bool predicts_p, class T, class A>
-  GRADSCALE_DEVICE void add_divergence(
-      const CategoricalKL<A>& head, A factor, const RowTask& task, PartOfDivergence& part) const {
-    A x[kClasses], t[kClasses]; // logits, then their differences from the maximum
-    A x_exponential[kClasses], t_exponential[kClasses];
-    DivergenceTerms<A> terms[kClasses];
-    A largest_x = -static_cast<A>(INFINITY), largest_t = largest_x, largest_finite = 0;
-    GroupSoftmax<A> softmax_x{}, softmax_t{};
-    const auto read_logits = [&](int32_t begin) {
-      read(task.prediction.as<const T>(), begin, x);
-      dispatch_element(task.target.element, [&](auto type) { read(task.target.as<const decltype(type)>(), begin, t); });
-    };
-    const auto compute_exponentials = [&] {
+  // True if a thread keeps its classes in registers from one round to the next.
+  GRADSCALE_DEVICE bool is_kept() const {
+    return classes <= kClasses * group.size;
+  }
+};
+
+// What a thread knows of kClasses classes: logits of both distributions, their exponentials, and the terms of the
+// divergence. Each step needs those before it.
+template <Mixture mixture, bool predicts_p, class T, class A>
+struct ClassesOfThread {
+  const CategoricalKL<A>& head;
+  const RowTask& task;
+  const ClassGroup& own;
+  A x[kClasses], t[kClasses]; // logits, then their differences from the maximum
+  A x_exponential[kClasses], t_exponential[kClasses];
+  DivergenceTerms<A> terms[kClasses];
+  A largest_x = -static_cast<A>(INFINITY), largest_t = largest_x;
+  GroupSoftmax<A> softmax_x{}, softmax_t{};
+
+  enum Step { kNone, kLogits, kExponentials, kTerms };
+
+  GRADSCALE_DEVICE void take(Step step, int32_t begin) {
+    if (step == kLogits) {
+      own.read(task.prediction.as<const T>(), begin, x);
+      dispatch_element(
+          task.target.element, [&](auto type) { own.read(task.target.as<const decltype(type)>(), begin, t); });
+      return;
+    }
 #pragma unroll
-      for (int k = 0; k < kClasses; ++k) {
+    for (int k = 0; k < kClasses; ++k) {
+      if (step == kExponentials) {
         x_exponential[k] = exp_nonpositive(x[k] -= largest_x);
         t_exponential[k] = exp_nonpositive(t[k] -= largest_t);
-      }
-    };
-    const auto compute_terms = [&] {
-#pragma unroll
-      for (int k = 0; k < kClasses; ++k) {
+      } else {
         terms[k] = head.template terms<mixture, predicts_p>(
             x_exponential[k], t_exponential[k], x[k], t[k], softmax_x, softmax_t);
       }
-    };
-    // Takes the first `steps` of these three steps, then calls function(class, k) for this thread's classes, of which
-    // some may be behind the last. Classes that are kept have taken the first `done` steps before.
-    const bool keeps = classes <= kClasses * group.size;
-    const auto each_class = [&](int done, int steps, auto function) {
+    }
+  }
+
+  // Takes the steps up to `last`, then calls function(class, k) for this thread's classes, of which some may be behind
+  // the last. Classes that are kept have taken the steps up to `done` before.
+  template <class Function>
+  GRADSCALE_DEVICE void each(Step done, Step last, Function function) {
+    const bool keeps = own.is_kept();
 #pragma unroll 1
-      for (int32_t begin = group.rank; begin < classes; begin += kClasses * group.size) {
-        if (done < 1 || !keeps) {
-          read_logits(begin);
-        }
-        if (steps >= 2 && (done < 2 || !keeps)) {
-          compute_exponentials();
-        }
-        if (steps >= 3 && (done < 3 || !keeps)) {
-          compute_terms();
-        }
+    for (int32_t begin = own.group.rank; begin < own.classes; begin += kClasses * own.group.size) {
 #pragma unroll
-        for (int k = 0; k < kClasses; ++k) {
-          function(begin + k * group.size, k);
+      for (int step = kLogits; step <= last; ++step) {
+        if (step > done || !keeps) {
+          take(static_cast<Step>(step), begin);
         }
       }
-    };
+#pragma unroll
+      for (int k = 0; k < kClasses; ++k) {
+        function(begin + k * own.group.size, k);
+      }
+    }
+  }
 
-    each_class(0, 1, [&](int32_t, int k) {
+  // Adds the divergence of the group, and writes its gradient times `factor`.
+  GRADSCALE_DEVICE void add_divergence(A factor, PartOfDivergence& part) {
+    A largest_finite = 0;
+    each(kNone, kLogits, [&](int32_t, int k) {
       largest_finite = larger(largest_finite, finite_magnitude(x[k]));
       largest_x = larger(largest_x, x[k]);
       largest_t = larger(largest_t, t[k]);
     });
-    largest_x = group.maximum(largest_x);
-    largest_t = group.maximum(largest_t);
+    largest_x = own.group.maximum(largest_x);
+    largest_t = own.group.maximum(largest_t);
     A sum_x = 0, sum_t = 0;
-    each_class(1, 2, [&](int32_t, int k) {
+    each(kLogits, kExponentials, [&](int32_t, int k) {
       sum_x += x_exponential[k];
       sum_t += t_exponential[k];
     });
-    sum_x = group.sum(sum_x);
-    sum_t = group.sum(sum_t);
+    sum_x = own.group.sum(sum_x);
+    sum_t = own.group.sum(sum_t);
     softmax_x = {largest_x, A(1) / sum_x, std::log(sum_x)};
     softmax_t = {largest_t, A(1) / sum_t, std::log(sum_t)};
     A total = 0, h = 0, square = 0;
-    each_class(2, 3, [&](int32_t c, int k) {
-      total += c < classes ? terms[k].divergence : A(0);
-      h += c < classes ? terms[k].h : A(0);
+    each(kExponentials, kTerms, [&](int32_t c, int k) {
+      total += c < own.classes ? terms[k].divergence : A(0);
+      h += c < own.classes ? terms[k].h : A(0);
     });
     if (task.wants_gradient()) {
-      h = group.sum(h);
-      each_class(3, 3, [&](int32_t c, int k) {
+      h = own.group.sum(h);
+      each(kTerms, kTerms, [&](int32_t c, int k) {
         A gradient = (terms[k].h - terms[k].softmax * h) * factor;
-        if (c < classes) {
-          square += task.template write_gradient<T, 1>(first + c, &gradient);
+        if (c < own.classes) {
+          square += task.template write_gradient<T, 1>(own.first + c, &gradient);
         }
       });
     }
@@ -145,7 +160,7 @@ GRADSCALE_DEVICE PartOfDivergence row_divergence(const CategoricalKL<A>& head, c
         has_classes ? (begin + own) * classes : 0,
         has_classes ? classes : 0,
         ThreadGroup{threads, task.group.rank % threads, nullptr}};
-    own_classes.template add_divergence<mixture, predicts_p, T>(head, factor, task, part);
+    ClassesOfThread<mixture, predicts_p, T, A>{head, task, own_classes}.add_divergence(factor, part);
   }
   return part;
 }

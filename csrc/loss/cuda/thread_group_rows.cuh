@@ -192,91 +192,127 @@ struct ActionsOfRow { // a distribution, or a class
   }
 };
 
-// Cross-entropy of a row with its target. kWeighted is the sum of the exponentials times positions for heads with a
-// support, and times differences for policies.
+// Cross-entropy of a row with its target, by the threads of the row's group.
+template <class T, int options, class Target>
+class LogitsLoss {
+  using A = Accumulate<T>;
+  using Formula = CrossEntropy<A, options>;
+  static constexpr int kSize = kVector<T>;
+
+ public:
+  using Sums = A[Formula::kSums];
+
+  GRADSCALE_DEVICE LogitsLoss(const RowTask& task, const LogitsRow<T>& row, const Target& target, A maximum)
+      : task_(task),
+        row_(row),
+        target_(target),
+        head_(task.block.head),
+        smoothing_(head_.label_smoothing, task.block.segment.width),
+        maximum_(maximum) {
+  }
+
+  // The sums of the row. kWeighted is the sum of the exponentials times positions for heads with a support, and times
+  // differences for policies. The term of a class is added last: in a sum that contains it, the small terms of label
+  // smoothing would lose digits.
+  GRADSCALE_DEVICE void sum(Sums& sums) const {
+    const int32_t chosen = target_.chosen();
+    each_part([&](const A* d, const A* t, int32_t first) {
+#pragma unroll
+      for (int k = 0; k < kSize; ++k) {
+        const A correct = Formula::correct(first + k == chosen && chosen >= 0 ? smoothing_.everywhere : t[k], d[k]);
+        const A e = exp_nonpositive(d[k]);
+        const A weighted = head_.has_support() ? e * row_.position(first + k) : Formula::weighted(e, d[k]);
+        Formula::add(sums, e, t[k], correct, weighted);
+      }
+    });
+    if constexpr (Target::kIsSparse) {
+      target_.each_entry(
+          [&](int32_t j, A t) { Formula::add(sums, A(0), t, Formula::correct(t, difference(j)), A(0)); });
+    }
+#pragma unroll
+    for (A& sum : sums) {
+      sum = task_.group.sum(sum);
+    }
+    if (chosen >= 0) {
+      sums[Formula::kCorrect] += Formula::correct(smoothing_.share, difference(chosen));
+    }
+    if (head_.has_support() || (task_.target.element == Element::int64 && !Target::kIsSparse)) {
+      sums[Formula::kMass] = one_or_nan(sums[Formula::kMass]);
+    }
+    if (head_.has_support() && head_.support.raw) {
+      const char* centers = task_.block.table + task_.block.row_range.raw_centers; // in A
+      sums[Formula::kWeighted] = raw_moment(row_, maximum_, reinterpret_cast<const A*>(centers));
+    }
+  }
+
+  // Writes the gradient. Returns the sum of this thread's squares.
+  GRADSCALE_DEVICE A write_gradient(const Formula& formula, const Sums& sums) const {
+    A square = 0;
+    const A sum = sums[Formula::kSum];
+    const auto factors = Formula::factors(sums, A(1) / sum, static_cast<A>(task_.factor.coefficient));
+    each_part([&](const A* d, const A* t, int32_t first) {
+      A gradient[kSize];
+#pragma unroll
+      for (int k = 0; k < kSize; ++k) {
+        gradient[k] = formula.gradient(factors, exp_nonpositive(d[k]), d[k], t[k]);
+      }
+      square += task_.template write_gradient<T, kSize>(first, gradient);
+    });
+    if constexpr (Target::kIsSparse) {
+      task_.group.synchronize(); // the gradient without targets has been written
+      target_.each_class([&](int32_t j, A t) {
+        const A d = difference(j), e = exp_nonpositive(d);
+        const A before = formula.gradient(factors, e, d, A(0));
+        A gradient = formula.gradient(factors, e, d, t);
+        square += task_.template write_gradient<T, 1>(j, &gradient) - (task_.factor.counts ? before * before : A(0));
+      });
+    }
+    return square;
+  }
+
+ private:
+  // Calls function(differences, targets, first) for the parts of this thread.
+  template <class Function>
+  GRADSCALE_DEVICE void each_part(Function function) const {
+    row_.each_part([&](A* x, int32_t first) {
+      A t[kSize];
+      target_.read(first, t);
+#pragma unroll
+      for (int k = 0; k < kSize; ++k) {
+        t[k] = first + k < task_.width ? smoothing_.smoothed(t[k]) : A(0);
+        x[k] -= maximum_;
+      }
+      function(x, t, first);
+    });
+  }
+
+  GRADSCALE_DEVICE A difference(int32_t j) const {
+    return static_cast<A>(to_accumulate(task_.prediction.template as<const T>()[j])) - maximum_;
+  }
+
+  const RowTask& task_;
+  const LogitsRow<T>& row_;
+  const Target& target_;
+  const Head& head_;
+  const Smoothing<A> smoothing_;
+  const A maximum_;
+};
+
 template <class T, int options, class Target>
 GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
   using A = Accumulate<T>;
   using Formula = CrossEntropy<A, options>;
-  constexpr int size = kVector<T>;
   const Head& head = task.block.head;
   const LogitsRow<T> row{task.prediction.as<const T>(), task.width, task.group};
-  const auto formula = Formula::of(head);
-  const Smoothing<A> smoothing(head.label_smoothing, task.block.segment.width);
   A largest_finite; // of this thread's logits
   const A maximum = row.maximum(largest_finite);
-
-  // Calls function(differences, targets, first) for the parts of this thread.
-  const auto each_part = [&](auto function) {
-    row.each_part([&](A* x, int32_t first) {
-      A t[size];
-      target.read(first, t);
-#pragma unroll
-      for (int k = 0; k < size; ++k) {
-        t[k] = first + k < task.width ? smoothing.smoothed(t[k]) : A(0);
-        x[k] -= maximum;
-      }
-      function(x, t, first);
-    });
-  };
-
-  // The term of a class is added last: in a sum that contains it, the small terms of label smoothing would lose digits.
-  const int32_t chosen = target.chosen();
+  const LogitsLoss<T, options, Target> loss(task, row, target, maximum);
+  const auto formula = Formula::of(head);
   A sums[Formula::kSums] = {};
-  each_part([&](const A* d, const A* t, int32_t first) {
-#pragma unroll
-    for (int k = 0; k < size; ++k) {
-      const A correct = Formula::correct(first + k == chosen && chosen >= 0 ? smoothing.everywhere : t[k], d[k]);
-      const A e = exp_nonpositive(d[k]);
-      const A weighted = head.has_support() ? e * row.position(first + k) : Formula::weighted(e, d[k]);
-      Formula::add(sums, e, t[k], correct, weighted);
-    }
-  });
-  if constexpr (Target::kIsSparse) {
-    target.each_entry([&](int32_t j, A t) {
-      const A d = static_cast<A>(to_accumulate(task.prediction.as<const T>()[j])) - maximum;
-      Formula::add(sums, A(0), t, Formula::correct(t, d), A(0));
-    });
-  }
-#pragma unroll
-  for (A& sum : sums) {
-    sum = task.group.sum(sum);
-  }
-  if (chosen >= 0) {
-    const A difference = static_cast<A>(to_accumulate(task.prediction.as<const T>()[chosen])) - maximum;
-    sums[Formula::kCorrect] += Formula::correct(smoothing.share, difference);
-  }
-  if (head.has_support() || (task.target.element == Element::int64 && !Target::kIsSparse)) {
-    sums[Formula::kMass] = one_or_nan(sums[Formula::kMass]);
-  }
-  if (head.has_support() && head.support.raw) {
-    const char* centers = task.block.table + task.block.row_range.raw_centers; // in A
-    sums[Formula::kWeighted] = raw_moment(row, maximum, reinterpret_cast<const A*>(centers));
-  }
-  const A sum = sums[Formula::kSum];
-  const A detail =
-      head.has_support() ? decoded_row(sums[Formula::kWeighted], sum, head.support) : Formula::entropy(sums);
-  A square = 0;
-  if (task.wants_gradient()) {
-    const auto factors = Formula::factors(sums, A(1) / sum, static_cast<A>(task.factor.coefficient));
-    each_part([&](const A* d, const A* t, int32_t first) {
-      A gradient[size];
-#pragma unroll
-      for (int k = 0; k < size; ++k) {
-        gradient[k] = formula.gradient(factors, exp_nonpositive(d[k]), d[k], t[k]);
-      }
-      square += task.template write_gradient<T, size>(first, gradient);
-    });
-    if constexpr (Target::kIsSparse) {
-      task.group.synchronize(); // the gradient without targets has been written
-      target.each_class([&](int32_t j, A t) {
-        const A d = static_cast<A>(to_accumulate(task.prediction.as<const T>()[j])) - maximum, e = exp_nonpositive(d);
-        const A before = formula.gradient(factors, e, d, A(0));
-        A gradient = formula.gradient(factors, e, d, t);
-        square += task.template write_gradient<T, 1>(j, &gradient) - (task.factor.counts ? before * before : A(0));
-      });
-    }
-  }
+  loss.sum(sums);
+  const A detail = head.has_support() ? decoded_row(sums[Formula::kWeighted], sums[Formula::kSum], head.support)
+                                      : Formula::entropy(sums);
+  const A square = task.wants_gradient() ? loss.write_gradient(formula, sums) : A(0);
   task.store(formula.loss(sums), detail, square, largest_finite);
 }
 

@@ -133,6 +133,27 @@ struct Rounds {
   Map<A> step_maps[kAhead];
   Map<A> lane_maps[kAhead];
 
+  // Finds the maps of the steps, of which this lane's begin with `first`. Returns the map of all steps of the warp.
+  template <class Row, class Index>
+  GRADSCALE_DEVICE Map<A> compose(const Row& row, Index first, const Later<A> (&beyond)[kAhead], int lane) {
+    Map<A> warp_map{A(0), A(1)};
+    bool has_zero = false;
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      Transition<OneLane<A>>& s = steps[k];
+      link(s, row.later_in_lanes(s, beyond[k], first + k * kRound<F>, lane));
+      const Map<A> map = step_maps[k] = F::step(s).map();
+      const Map<A> all = lane_maps[k] = composed_lanes<F>(map, lane);
+      has_zero = has_zero || map.b == 0;
+      const A a = __shfl_sync(kWholeWarp, all.a, kLast<F>), b = __shfl_sync(kWholeWarp, all.b, kLast<F>);
+      warp_map = {a + b * warp_map.a, b * warp_map.b};
+    }
+    if (!__any_sync(kWholeWarp, has_zero) && warp_map.b == 0) {
+      warp_map.b = OneLane<A>::underflow(warp_map.b);
+    }
+    return warp_map;
+  }
+
   // Stores y of the steps in `ys`, given y before the first. Returns false for a lane with a y that is not finite.
   GRADSCALE_DEVICE bool apply(A y, A (&ys)[kAhead]) const {
     bool is_exact = true;
@@ -154,6 +175,26 @@ struct Rounds {
     }
     return y;
   }
+
+  // Walks a chunk whose numbers are not all finite, for which maps are wrong: one warp after the other, from the value
+  // `last` before the chunk. `carry`: y before this warp, which becomes exact, too. Returns y after the chunk.
+  template <int warps>
+  GRADSCALE_DEVICE A walk_in_turns(int turn, A last, A& carry, A (&ys)[kAhead], int lane, A* shared) const {
+#pragma unroll 1
+    for (int w = 0; w < warps; ++w) {
+      __syncthreads();
+      if (w == turn) {
+        carry = is_finite(carry) ? carry : last; // keeps its bits, whatever follows in the walk
+        const A after = walk(carry, ys, lane);
+        if (lane == 0) {
+          shared[0] = after;
+        }
+      }
+      __syncthreads();
+      last = shared[0];
+    }
+    return last;
+  }
 };
 
 // `begin`: the first step of the chunk. `whole`: the row has all steps of a chunk from there on.
@@ -174,21 +215,7 @@ GRADSCALE_DEVICE void walk_chunk(
   } else {
     read_along<false>(row, first, lane, rounds.steps, beyond);
   }
-  Map<A> warp_map{A(0), A(1)};
-  bool has_zero = false;
-#pragma unroll
-  for (int k = 0; k < kAhead; ++k) {
-    Transition<OneLane<A>>& s = rounds.steps[k];
-    link(s, row.later_in_lanes(s, beyond[k], first + k * kRound<F>, lane));
-    const Map<A> map = rounds.step_maps[k] = F::step(s).map();
-    const Map<A> all = rounds.lane_maps[k] = composed_lanes<F>(map, lane);
-    has_zero = has_zero || map.b == 0;
-    const A a = __shfl_sync(kWholeWarp, all.a, kLast<F>), b = __shfl_sync(kWholeWarp, all.b, kLast<F>);
-    warp_map = {a + b * warp_map.a, b * warp_map.b};
-  }
-  if (!__any_sync(kWholeWarp, has_zero) && warp_map.b == 0) {
-    warp_map.b = OneLane<A>::underflow(warp_map.b);
-  }
+  const Map<A> warp_map = rounds.compose(row, first, beyond, lane);
   if (lane == 0) {
     shared[2 * turn] = warp_map.a;
     shared[2 * turn + 1] = warp_map.b;
@@ -212,20 +239,7 @@ GRADSCALE_DEVICE void walk_chunk(
   A last = __shfl_sync(kWholeWarp, after_warp, warps - 1);
   A ys[kAhead];
   if (__any_sync(kWholeWarp, !is_finite(after_warp))) { // the same in all warps, which walk one after the other
-    last = chunk_value;
-#pragma unroll 1
-    for (int w = 0; w < warps; ++w) {
-      __syncthreads();
-      if (w == turn) {
-        carry = is_finite(carry) ? carry : last; // keeps its bits, whatever follows in the walk
-        const A after = rounds.walk(carry, ys, lane);
-        if (lane == 0) {
-          shared[0] = after;
-        }
-      }
-      __syncthreads();
-      last = shared[0];
-    }
+    last = rounds.template walk_in_turns<warps>(turn, chunk_value, carry, ys, lane, shared);
   } else if (__any_sync(kWholeWarp, !rounds.apply(carry, ys))) {
     rounds.walk(carry, ys, lane);
   }
