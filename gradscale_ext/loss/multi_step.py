@@ -290,6 +290,19 @@ def _run(
         if not isinstance(outputs, Refusal):
             return MultiStepLossOutput(**outputs)
     call = validate(heads, predictions, targets, options)
+    shows_operator = plan is None or _context.shows_operators()
+    return _run_in_python(call, predictions, targets, impl, shows_operator, outputs)
+
+
+def _run_in_python(
+    call: Call,
+    predictions: Mapping[str, FieldEntries],
+    targets: Mapping[str, FieldEntries],
+    impl: str,
+    shows_operator: bool,
+    refusal: object,
+) -> MultiStepLossOutput:
+    """Compute a call that eager kernels do not accept: by the operator, by the compiler or by the reference."""
     if impl == "reference" or (impl == "compiled" and not _context.is_eager()):
         return reference.loss_of(call)
     if impl == "compiled":
@@ -300,7 +313,6 @@ def _run(
             )
         return loss_by_compiler(call, predictions, targets)
     is_transformed = _context.is_transformed()
-    shows_operator = plan is None or _context.shows_operators()
     if shows_operator and not is_transformed and _all_plain(predictions) and _all_plain(targets):
         return call_operator(call, predictions, targets)
     if impl == "fused":
@@ -311,7 +323,7 @@ def _run(
         )
     if _context.is_eager() and not is_transformed and call.device.type not in DEVICE_TYPES:
         return _without_kernels(call, predictions, targets)
-    warn_of_reference("multi_step_loss", outputs)
+    warn_of_reference("multi_step_loss", refusal)
     return reference.loss_of(call)
 
 

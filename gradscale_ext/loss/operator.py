@@ -71,7 +71,12 @@ def call_operator(
     ]
     operator = torch.ops.gradscale_ext.multi_step_loss
     results = operator.varying(*arguments, varying) if varying else operator.default(*arguments)
-    left = iter(results)
+    return _output_of(results, call, differentiable)
+
+
+def _output_of(results: Sequence[torch.Tensor], call: Call, differentiable: Sequence[str]) -> MultiStepLossOutput:
+    """The results of the operator by name. `differentiable`: the heads that have a gradient."""
+    heads, left = call.heads, iter(results)
     with_log_probs = [name for name, head in heads.items() if head.kind in _POLICIES]
     with_old_policy = [name for name in with_log_probs if "log_probs" in call.targets[name][0]]
     names_of = {
@@ -80,7 +85,7 @@ def call_operator(
         "log_probs": with_log_probs,
         "approx_kl": with_old_policy,
         "clip_fraction": with_old_policy,
-        "shares": list(weights.head_weights),
+        "shares": list(call.weights.head_weights),
     }
     outputs: dict[str, Any] = {
         name: {head: next(left) for head in names_of[name]} if by_head else next(left)
