@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 import types
 from typing import Any
@@ -487,15 +488,16 @@ CONTEXTS = {
 }
 
 
-def marked_contexts():
-    """The names of CONTEXTS; those that compile are marked."""
-    marks = {True: pytest.mark.compiled, False: ()}
-    return [pytest.param(name, marks=marks[name.startswith(("compile", "export"))]) for name in CONTEXTS]
+def contexts_and_forms():
+    """Pairs of CONTEXTS and forms; those that compile are marked."""
+    for name, form in itertools.product(CONTEXTS, ["stacked", "lists"]):
+        compiles = name.startswith(("compile", "export"))
+        marks = [*[pytest.mark.compiled] * compiles, *[pytest.mark.slow] * (compiles and form == "lists")]
+        yield pytest.param(name, form, marks=marks)
 
 
 @every_implementation
-@pytest.mark.parametrize("form", ["stacked", "lists"])
-@pytest.mark.parametrize("context", marked_contexts())
+@pytest.mark.parametrize(("context", "form"), list(contexts_and_forms()))
 def test_contexts(context, form, impl):
     torch._dynamo.reset()
     x = torch.tensor(0.1, dtype=torch.float64)
@@ -513,7 +515,7 @@ def test_second_derivatives(impl):
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("form", ["stacked", "lists", "without steps"])
+@pytest.mark.parametrize("form", [pytest.param("stacked", marks=pytest.mark.slow), "lists", "without steps"])
 def test_the_compiled_reference(form):
     torch._dynamo.reset()
     heads = {name: HEADS[name] for name in ("policy", "gaussian", "value")}

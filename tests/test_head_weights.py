@@ -207,6 +207,30 @@ def test_nonfinite_weights_add_nothing_to_skipped_or_masked_samples(bad, impl):
 
 
 @pytest.mark.parametrize("impl", ["fused", "reference"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_the_importance_weight_of_a_masked_sample_is_not_in_the_gradient_of_a_head_weight(reduction, bad, impl):
+    weight = torch.tensor(0.5, requires_grad=True)
+    given = {"mask": torch.tensor([[True, True], [False, False]]), "importance_weights": torch.tensor([3.0, bad])}
+    losses = torch.tensor([[1.0, 2.0], [4.0, 8.0]])
+    out = gs.multi_step_loss(
+        {"a": gs.PerStepLoss()}, {"a": losses}, {}, head_weights={"a": weight}, reduction=reduction, impl=impl, **given
+    )
+    (found,) = torch.autograd.grad(out.loss.sum(), weight)
+    assert found.item() == 9
+
+
+@pytest.mark.parametrize("impl", ["fused", "reference"])
+def test_a_head_that_is_masked_everywhere_has_zeros(impl):
+    predictions, targets = arguments()
+    mask = {name: torch.zeros(3, 4, dtype=torch.bool) for name in HEADS}
+    out = gs.multi_step_loss(HEADS, predictions, targets, mask=mask, impl=impl)
+    for output in (out.head_means, out.head_losses, out.head_gradient_norms, out.max_abs_logit):
+        assert not any(output.values())
+    assert not any(gradient.any() for gradient in torch.autograd.grad(out.loss, leaves(predictions)))
+
+
+@pytest.mark.parametrize("impl", ["fused", "reference"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("masked", [False, True])
 def test_head_losses_add_up_to_the_loss_if_weights_are_not_finite(bad, masked, impl):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import array
 import collections
 import functools
+import itertools
 import warnings
 from fractions import Fraction
 
@@ -180,6 +181,17 @@ def test_negative_step_weights(impl, quickly_compiled):
     assert gs.multi_step_loss(heads, predictions, targets, step_weights=weights, impl=impl).loss.isfinite()
     with pytest.raises(ValueError, match=r"step_weights must be finite and at least 0, but step 1 has -0\.5"):
         gs.multi_step_loss(heads, predictions, targets, step_weights=weights, impl=impl, check=True)
+
+
+@pytest.mark.parametrize("impl", ["fused", "reference"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_negative_number_at_the_first_step_of_a_head(first, impl):
+    weights = [1.0] * T
+    weights[first] = -0.5
+    heads = {"size": gs.MeanSquaredError(first_step=first)}
+    steps = torch.ones(B, T - first)
+    with pytest.raises(ValueError, match=rf"must be at least 0, but step {first} has -0\.5"):
+        gs.multi_step_loss(heads, {"size": steps}, {"size": steps}, step_weights=weights, impl=impl)
 
 
 @pytest.mark.compiled
@@ -389,6 +401,23 @@ def test_contexts_that_need_the_reference_are_silent(context, fresh_messages):
             loss(x.as_subclass(type("Named", (torch.Tensor,), {})))
 
 
+WITHOUT_ELEMENTS = {
+    "classes": (gs.SoftCrossEntropy(), (0,), (0,)),
+    "elements": (gs.MeanSquaredError(), (0,), (0,)),
+    "classes of a group": (gs.CategoricalKL(), (4, 0), (4, 0)),
+    "quantiles": (gs.QuantileHuber(), (0,), (5,)),
+    "quantiles of the target": (gs.QuantileHuber(), (5,), (0,)),
+}
+
+
+@pytest.mark.parametrize("impl", ["fused", "reference"])
+@pytest.mark.parametrize(("head", "of_prediction", "of_target"), WITHOUT_ELEMENTS.values(), ids=WITHOUT_ELEMENTS)
+def test_rows_without_elements(head, of_prediction, of_target, impl):
+    predictions, targets = {"own": torch.zeros(3, 2, *of_prediction)}, {"own": torch.zeros(3, 2, *of_target)}
+    with pytest.raises(ValueError, match=r"of head 'own' at step 0 must have shape \[3, .*but it has \[3, (4, )?0\]"):
+        gs.multi_step_loss({"own": head}, predictions, targets, impl=impl)
+
+
 # ---- Tensors of inference mode --------------------------------------------------------------------------------------
 
 
@@ -399,10 +428,15 @@ def made_in_inference_mode(x):
 
 @pytest.mark.compiled
 @pytest.mark.parametrize(
-    ("impl", "create_graph"),
-    [("fused", False), ("fused", True), ("compiled", False), ("reference", False), ("reference", True)],
+    ("argument", "impl", "create_graph"),
+    [
+        *itertools.product(NAMED, ["fused", "reference"], [False, True]),
+        *[
+            pytest.param(name, "compiled", False, marks=pytest.mark.slow if name not in ("predictions", "mask") else ())
+            for name in NAMED
+        ],
+    ],
 )
-@pytest.mark.parametrize("argument", NAMED)
 def test_constants_made_in_inference_mode(argument, impl, create_graph, quickly_compiled):
     heads = FEW if impl == "compiled" else HEADS
     results = []

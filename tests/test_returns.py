@@ -696,7 +696,16 @@ def test_gradients_of_retrace_do_not_read_a_ratio_behind_a_discount_of_zero(rati
 
 def test_the_operator_needs_an_input():
     with pytest.raises(RuntimeError, match="rewards, values and next_values are all missing"):
-        torch.ops.gradscale_ext.returns(True, 0, [True] * 3, True, *[None] * 12, 1.0, 1.0, 1.0, 1.0, 1.0, 0, True)
+        torch.ops.gradscale_ext.returns(
+            True, "lambda_returns", [True] * 3, True, *[None] * 12, 1.0, 1.0, 1.0, 1.0, 1.0, 0, True
+        )
+
+
+def test_the_operator_knows_its_functions():
+    with pytest.raises(ValueError, match="unknown function 'td'"):
+        torch.ops.gradscale_ext.returns(
+            False, "td", [True] * 3, True, torch.ones(2, 3), *[None] * 11, 1.0, 1.0, 1.0, 1.0, 1.0, 0, True
+        )
 
 
 @pytest.mark.any_version
