@@ -7,14 +7,10 @@ from typing import Any
 import torch
 
 from . import _context, _distributed, _native, reference
-from ._native import _C
 from ._tensors import result_dtype
 from ._trajectories import FUNCTIONS, Discount, MuZeroTargets, Trajectories
 from ._window_values import check_targets, check_values
 from ._windows import Window
-
-#: The number that an operator has for each function.
-FORMULAS = {function: formula for formula, function in enumerate(_C.functions_over_trajectories)}
 
 Dims = tuple[int | None, ...]
 
@@ -54,8 +50,7 @@ def run(function: str, call: Trajectories) -> tuple[torch.Tensor, ...]:
     numbers = (discount, lambda_, *limits, call.n, call.batch_first)
     is_adjoint, wants = False, [False] * 3
     observations = call.next_values is None and bool(FUNCTIONS[function].values)
-    formula = FORMULAS[function]
-    return tuple(torch.ops.gradscale_ext.returns(is_adjoint, formula, wants, observations, *inputs, *flags, *numbers))
+    return tuple(torch.ops.gradscale_ext.returns(is_adjoint, function, wants, observations, *inputs, *flags, *numbers))
 
 
 def run_muzero(window: Window) -> MuZeroTargets:

@@ -15,7 +15,7 @@ import torch
 from . import _context, _numbers
 from ._keywords import with_known_names
 from ._native import _C, Refusal, seen_by_modes
-from ._returns_operator import FORMULAS, run, run_muzero
+from ._returns_operator import run, run_muzero
 from ._trajectories import (
     Discount,
     GeneralizedAdvantages,
@@ -52,7 +52,7 @@ def _results(
     first."""
     given = (rewards, values, next_values, ratios, discount, lambda_, *flags, clips, n, batch_first)
     if check is False and _context.is_eager():
-        results = _returns(FORMULAS[function], given)
+        results = _returns(function, given)
         if results:  # a Refusal is False, which is asked sooner than its type
             return results
     call = check_trajectories(function, Trajectories(*given))

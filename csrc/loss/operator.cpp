@@ -39,10 +39,6 @@ template <class T>
 const char* schema_type(const ByHead<T>&) {
   return "Tensor?[]";
 }
-template <class Choice, std::enable_if_t<std::is_enum_v<Choice>, int> = 0>
-const char* schema_type(Choice) {
-  return "str";
-}
 
 inline void read_argument(const char* name, const c10::IValue& given, StepNumbers& numbers) {
   read_argument(name, given, numbers.tensor);
@@ -59,13 +55,6 @@ void read_argument(const char* name, const c10::IValue& given, ByHead<T>& by_hea
   for (const c10::IValue& value : given.toListRef()) { // the dispatcher leaves their lazy negation
     read_argument(name, value.isTensor() ? value.toTensor().resolve_neg() : value, by_head.values.emplace_back());
   }
-}
-template <class Choice, std::enable_if_t<std::is_enum_v<Choice>, int> = 0>
-void read_argument(const char* name, const c10::IValue& given, Choice& choice) {
-  const auto names = names_of(choice);
-  const auto found = std::find(names.begin(), names.end(), given.toStringRef());
-  TORCH_CHECK_VALUE(found != names.end(), "multi_step_loss: unknown ", name, " '", given.toStringRef(), "'");
-  choice = static_cast<Choice>(found - names.begin());
 }
 
 namespace {

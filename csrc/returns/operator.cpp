@@ -71,7 +71,7 @@ class LinearBackward : public SavingNode {
   }
 
   std::string name() const override {
-    return std::string(kFunctions[call_.formula].type_name) + (call_.is_adjoint ? "BackwardBackward" : "Backward");
+    return std::string(function_of(call_.formula).type_name) + (call_.is_adjoint ? "BackwardBackward" : "Backward");
   }
 
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
@@ -127,7 +127,7 @@ void check_constants(const MuZeroWindows& windows) {
 }
 
 std::vector<at::Tensor> returns(const LinearCall& call, bool is_plain) {
-  const char* function = kFunctions[call.formula].name;
+  const char* function = function_of(call.formula).name;
   check_constant(function, "ratios", call.ratios);
   check_constant(function, "discount", call.discounts);
   check_constant(function, "lambda_", call.lambdas);
@@ -139,7 +139,7 @@ std::vector<at::Tensor> returns(const LinearCall& call, bool is_plain) {
     results = is_plain ? compute_returns(call) : call_operator(call);
   }
   // Discounts and steps of n-step transitions are constants.
-  const bool is_transitions = static_cast<Formula>(call.formula) == Formula::n_step_transitions && !call.is_adjoint;
+  const bool is_transitions = call.formula == Formula::n_step_transitions && !call.is_adjoint;
   const size_t differentiable = is_transitions ? 1 : results.size();
   if (std::any_of(call.inputs.begin(), call.inputs.end(), has_tangent)) {
     LinearCall tangents = call;

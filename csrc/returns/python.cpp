@@ -1,5 +1,6 @@
 #include "returns.h"
 
+#include "../torch/arguments.h"
 #include "../torch/python_numbers.h"
 #include "../torch/run_or_refuse.h"
 
@@ -9,6 +10,7 @@
 #include <algorithm>
 #include <limits>
 #include <optional>
+#include <string>
 
 namespace gradscale {
 
@@ -169,14 +171,14 @@ std::array<py::handle, count> items(const py::tuple& given) {
 }
 
 // `given` has the order of Trajectories in gradscale_ext/_trajectories.py.
-py::object returns_in_eager_mode(int64_t formula, const py::tuple& given) {
+py::object returns_in_eager_mode(const std::string& name, const py::tuple& given) {
   const auto
       [rewards, values, next_values, ratios, discount, lambda, terminated, truncated, mask, clips, n, batch_first] =
           items<12>(given);
   const ReturnsReader read(rewards, batch_first);
   LinearCall call{};
-  const FunctionOverTrajectories& function = kFunctions[formula];
-  call.formula = formula;
+  call.formula = named<Formula>("function", name);
+  const FunctionOverTrajectories& function = function_of(call.formula);
   call.observations = next_values.is_none() && function.values != Values::none;
   require(!call.observations || (truncated.is_none() && function.values != Values::actions));
   const bool reads_values = call.observations || function.reads_own_values();
@@ -197,7 +199,7 @@ py::object returns_in_eager_mode(int64_t formula, const py::tuple& given) {
   for (int i = 0; i < 3; ++i) {
     call.limits[i] = ReturnsReader::limit(PyTuple_GET_ITEM(clips.ptr(), i));
   }
-  call.n = has_n(static_cast<Formula>(formula)) ? ReturnsReader::integer(n, 1) : 0;
+  call.n = has_n(call.formula) ? ReturnsReader::integer(n, 1) : 0;
   return without_gil([&] {
     if (unread.defined() && unread.scalar_type() == at::kDouble) {
       call.inputs[0] = call.inputs[0].to(at::kDouble); // the dtype of the results depends on the dtype of values
@@ -258,11 +260,6 @@ py::object muzero_targets_in_eager_mode(const py::tuple& given) {
 } // namespace
 
 void define_returns(py::module_& m) {
-  py::list functions; // in the order of Formula
-  for (const FunctionOverTrajectories& function : kFunctions) {
-    functions.append(function.name);
-  }
-  m.attr("functions_over_trajectories") = functions;
   m.def("returns", run_or_refuse(&returns_in_eager_mode));
   m.def("muzero_targets", run_or_refuse(&muzero_targets_in_eager_mode));
 }

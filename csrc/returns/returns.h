@@ -8,6 +8,7 @@
 #include <pybind11/pybind11.h>
 
 #include <array>
+#include <iterator>
 #include <vector>
 
 namespace gradscale {
@@ -29,11 +30,23 @@ struct FunctionOverTrajectories {
 constexpr FunctionOverTrajectories kFunctions[] = {GRADSCALE_FUNCTIONS(GRADSCALE_FUNCTION)};
 #undef GRADSCALE_FUNCTION
 
+constexpr const FunctionOverTrajectories& function_of(Formula formula) {
+  return kFunctions[static_cast<size_t>(formula)];
+}
+
+constexpr auto names_of(Formula) {
+  std::array<const char*, std::size(kFunctions)> names{};
+  for (size_t i = 0; i < names.size(); ++i) {
+    names[i] = kFunctions[i].name;
+  }
+  return names;
+}
+
 // A linear function of its inputs: one of the functions, or its adjoint. Discounts and steps of n-step transitions are
 // constants. The adjoint of n-step transitions is the adjoint of n-step returns.
 struct LinearCall {
   bool is_adjoint;
-  int64_t formula; // a Formula
+  Formula formula;
   // Rewards, values and next values; of an adjoint, the gradients of the results. Undefined inputs are zero.
   std::array<at::Tensor, 3> inputs;
   // True if values and next values are one input, the values [B, T+1] of all observations.
@@ -58,7 +71,7 @@ struct LinearCall {
   template <class Self, class Visit>
   static void each(Self& self, Visit visit) {
     visit("is_adjoint", self.is_adjoint);
-    visit("formula", self.formula);
+    visit("function", self.formula);
     visit("wants", self.wants);
     visit("observations", self.observations);
     visit("rewards", self.inputs[0]);

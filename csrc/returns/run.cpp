@@ -177,7 +177,7 @@ void launch_returns(ReturnsCall call, bool across, const OnDevice& device) {
     device.launch(kWindowsFile, name, blocks_for(threads, kThreads), kThreads, call);
     return;
   }
-  const std::string formula = kFunctions[static_cast<int>(call.formula)].type_name;
+  const std::string formula = function_of(call.formula).type_name;
   const std::vector<std::string> arguments{type, call.is_adjoint ? "Adjoint<" + formula + ">" : formula, form_of(call)};
   if (uses_chunks(call)) {
     // A row of two chunks is one chunk of twice as many threads, which waits for no other block.
@@ -294,7 +294,7 @@ using Results = std::array<at::Tensor, 3>; // of an adjoint: of rewards, values 
 
 Results make_results(
     const LinearCall& linear, const c10::SymInt& rows, const c10::SymInt& steps, const at::TensorOptions& options) {
-  const int64_t num_results = kFunctions[linear.formula].num_results;
+  const int64_t num_results = function_of(linear.formula).num_results;
   // The third result of a function is a number of steps, as n-step transitions return it.
   const at::TensorOptions third_options = linear.is_adjoint ? options : options.dtype(at::kLong);
   if (is_large(num_results == 3 ? third_options : options, rows * steps)) {
@@ -313,7 +313,7 @@ Results make_results(
 
 // Lets a call read its operands. Returns the tensors that were made for it, and that it reads.
 std::array<at::Tensor, 3 + kClips> read_operands(const LinearCall& linear, c10::Device device, ReturnsCall& call) {
-  const FunctionOverTrajectories& function = kFunctions[linear.formula];
+  const FunctionOverTrajectories& function = function_of(linear.formula);
   const bool batch_first = linear.batch_first;
   const int step = step_dim(batch_first);
   at::Tensor values = linear.inputs[1], next_values = linear.inputs[2], ratios = linear.ratios;
@@ -359,7 +359,7 @@ std::vector<at::Tensor> split_values(
     outputs[index] = make_result(call.rows, call.steps, linear.batch_first, to_values.options());
     to_later.push_back(outputs[index]);
   };
-  if (linear.observations && kFunctions[linear.formula].reads_own_values()) {
+  if (linear.observations && function_of(linear.formula).reads_own_values()) {
     to_values.select(step, call.steps).zero_();
     add_to_later(2);
   } else if (linear.observations) {
@@ -379,7 +379,7 @@ void compute_into(
   call.rows = rows;
   call.steps = steps;
   call.n = std::min(linear.n.expect_int(), steps);
-  call.formula = static_cast<Formula>(linear.formula);
+  call.formula = linear.formula;
   call.is_adjoint = linear.is_adjoint;
   if (has_n(call.formula) && (call.is_adjoint || call.formula == Formula::n_step_returns)) {
     // If no window ends because it has n steps, n-step returns are λ-returns with λ = 1, which Python passes.

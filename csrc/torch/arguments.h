@@ -8,6 +8,7 @@
 #include <ATen/core/jit_type.h>
 #include <ATen/core/stack.h>
 
+#include <algorithm>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -18,6 +19,15 @@ namespace gradscale {
 // A number, or a tensor that is read on its device.
 using Value = std::variant<double, at::Tensor>;
 
+// The enumerator with this name among names_of(Choice()).
+template <class Choice>
+Choice named(const char* argument, const std::string& name) {
+  constexpr auto names = names_of(Choice());
+  const auto found = std::find(names.begin(), names.end(), name);
+  TORCH_CHECK_VALUE(found != names.end(), "gradscale_ext: unknown ", argument, " '", name, "'");
+  return static_cast<Choice>(found - names.begin());
+}
+
 // ---- One argument ---------------------------------------------------------------------------------------------------
 
 inline const char* schema_type(const at::Tensor&) { // undefined: None
@@ -26,9 +36,13 @@ inline const char* schema_type(const at::Tensor&) { // undefined: None
 inline const char* schema_type(const Value& value) {
   return std::holds_alternative<double>(value) ? "float" : "Tensor";
 }
-template <class T, std::enable_if_t<!std::is_enum_v<T>, int> = 0>
+template <class T>
 std::string schema_type(const T& /*argument*/) {
-  return c10::getTypePtr<T>()->str();
+  if constexpr (std::is_enum_v<T>) {
+    return "str";
+  } else {
+    return c10::getTypePtr<T>()->str();
+  }
 }
 
 inline void read_argument(const char*, const c10::IValue& given, at::Tensor& tensor) {
@@ -37,9 +51,13 @@ inline void read_argument(const char*, const c10::IValue& given, at::Tensor& ten
 inline void read_argument(const char*, const c10::IValue& given, Value& value) {
   value = given.isTensor() ? Value(given.toTensor()) : Value(given.toDouble());
 }
-template <class T, std::enable_if_t<!std::is_enum_v<T>, int> = 0>
-void read_argument(const char*, const c10::IValue& given, T& argument) {
-  argument = given.to<T>();
+template <class T>
+void read_argument(const char* name, const c10::IValue& given, T& argument) {
+  if constexpr (std::is_enum_v<T>) {
+    argument = named<T>(name, given.toStringRef());
+  } else {
+    argument = given.to<T>();
+  }
 }
 
 inline c10::IValue as_argument(const at::Tensor& tensor) {
@@ -50,7 +68,11 @@ inline c10::IValue as_argument(const Value& value) {
 }
 template <class T>
 c10::IValue as_argument(const T& argument) {
-  return argument;
+  if constexpr (std::is_enum_v<T>) {
+    return names_of(argument)[static_cast<size_t>(argument)];
+  } else {
+    return argument;
+  }
 }
 
 // ---- All arguments --------------------------------------------------------------------------------------------------
