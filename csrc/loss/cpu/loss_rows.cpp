@@ -25,13 +25,14 @@ RunRows run_rows_kernel = GRADSCALE_CPU_KERNEL(run_rows);
 #include "../../formulas/targets.h"
 #include "../kinds.h"
 
-#include "../../cpu/begin_kernels.h"
-
 #include "row_batches.h"
 
-#include "logits_rows.h"
 #include "own_rows.h"
 #include "regression_rows.h"
+
+#include "../../cpu/compile_baseline_fast.h"
+
+#include "logits_rows.h"
 #include "short_rows.h"
 
 #include "policy_rows.h"

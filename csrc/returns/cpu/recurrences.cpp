@@ -41,7 +41,7 @@ const ReturnsRows across_rows_kernel = GRADSCALE_CPU_KERNEL(across_rows);
 #include "../formulas.h"
 #include "sources.h"
 
-#include "../../cpu/begin_kernels.h"
+#include "../../cpu/compile_baseline_fast.h"
 
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
