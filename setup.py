@@ -162,18 +162,16 @@ def compile_arguments() -> tuple[list[str], list[str]]:
 
 def translation_units() -> list[str]:
     """The files to compile: each file of CPU kernels, and one file that includes all other sources, because PyTorch's
-    headers take most of the compilation of each. The three that take the longest come first."""
+    headers take most of the compilation of each."""
     sources = sorted(ROOT.glob("csrc/**/*.cpp"))
     kernels = [path for path in sources if "#define GRADSCALE_KERNELS" in path.read_text(encoding="utf-8")]
-    longest = [ROOT / "csrc/loss/cpu/loss_rows.cpp", ROOT / "csrc/returns/cpu/recurrences.cpp"]
     unit = ROOT / "build" / "with_torch.cpp"
     others = [path.relative_to(ROOT).as_posix() for path in sources if path not in kernels]
     text = "".join(f'#include "../{path}"\n' for path in others)
     if not unit.exists() or unit.read_text(encoding="utf-8") != text:
         unit.parent.mkdir(parents=True, exist_ok=True)
         unit.write_text(text, encoding="utf-8")
-    units = dict.fromkeys([*longest, unit, *kernels])
-    return [path.relative_to(ROOT).as_posix() for path in units]
+    return [path.relative_to(ROOT).as_posix() for path in [unit, *kernels]]
 
 
 def digest_of_sources() -> str:

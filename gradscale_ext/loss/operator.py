@@ -74,7 +74,7 @@ def call_operator(
     return _output_of(results, call, differentiable)
 
 
-def _output_of(results: Sequence[torch.Tensor], call: Call, differentiable: Sequence[str]) -> MultiStepLossOutput:
+def _output_of(results: Sequence[Any], call: Call, differentiable: Sequence[str]) -> MultiStepLossOutput:
     """The results of the operator by name. `differentiable`: the heads that have a gradient."""
     heads, left = call.heads, iter(results)
     with_log_probs = [name for name, head in heads.items() if head.kind in _POLICIES]
