@@ -24,6 +24,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -171,9 +172,9 @@ def show(name: str, figures: Record) -> None:
         print(f"    also launched: {other['kernel']}: {other['sass']:.3g} instructions per {unit}")
 
 
-def compiled(kernels: list[tuple[str, str]], jobs: int, nvrtc: Path | None) -> list[Record]:
-    """The output of tests/budget/registers.py: registers, shared memory and spills of kernels on all GPUs."""
-    command = [sys.executable, str(ROOT / "tests/budget/registers.py"), "--jobs", str(jobs)]
+def compiled(kernels: list[tuple[str, str]], jobs: int, targets: Sequence[str], nvrtc: Path | None) -> list[Record]:
+    """The output of tests/budget/registers.py: registers, shared memory and spills of kernels on these GPUs."""
+    command = [sys.executable, str(ROOT / "tests/budget/registers.py"), "--jobs", str(jobs), "--targets", *targets]
     command += [] if nvrtc is None else ["--nvrtc", str(nvrtc)]
     done = subprocess.run(command, input=json.dumps(kernels), stdout=subprocess.PIPE, text=True, check=True)
     records: list[Record] = json.loads(done.stdout)
@@ -181,10 +182,10 @@ def compiled(kernels: list[tuple[str, str]], jobs: int, nvrtc: Path | None) -> l
 
 
 def show_compiled(records: list[Record]) -> None:
-    compiler = records[0]["compiler"]
-    print(f"\nregisters / bytes of shared memory / bytes spilled with {compiler}, by " + ", ".join(TARGETS))
-    for k in range(0, len(records), len(TARGETS)):
-        cells = (f"{r['registers']}/{r['shared']}/{r['spilled']}" for r in records[k : k + len(TARGETS)])
+    compiler, targets = records[0]["compiler"], list(dict.fromkeys(record["target"] for record in records))
+    print(f"\nregisters / bytes of shared memory / bytes spilled with {compiler}, by " + ", ".join(targets))
+    for k in range(0, len(records), len(targets)):
+        cells = (f"{r['registers']}/{r['shared']}/{r['spilled']}" for r in records[k : k + len(targets)])
         print("    " + "  ".join(f"{cell:12s}" for cell in cells) + records[k]["kernel"])
 
 
@@ -207,6 +208,9 @@ def main() -> int:
     parser.add_argument(
         "--nvrtc", type=Path, action="append", default=[], metavar="FOLDER", help="another NVRTC to compile with"
     )
+    parser.add_argument(
+        "--other-target", action="append", choices=TARGETS, help="a GPU to compile for with --nvrtc, instead of all"
+    )
     parser.add_argument("--json", type=Path, help="a file for all figures")
     options = parser.parse_args()
     with ThreadPoolExecutor(2) as pool:
@@ -221,7 +225,8 @@ def main() -> int:
     kernels = sorted(
         {(launch["file"], launch["name"]) for launch in launches} | {kernel for own in mixed.values() for kernel in own}
     )
-    by_compiler = [compiled(kernels, options.jobs, nvrtc) for nvrtc in (None, *options.nvrtc)]
+    by_compiler = [compiled(kernels, options.jobs, TARGETS, None)]
+    by_compiler += [compiled(kernels, options.jobs, options.other_target or TARGETS, nvrtc) for nvrtc in options.nvrtc]
     target_kernels = [record for records in by_compiler for record in records]
     for name, figures in results.items():
         show(name, figures)

@@ -1,6 +1,6 @@
 """Compiles kernels with one NVRTC for each GPU generation, and prints registers, shared memory and spills as JSON.
 
-python tests/budget/registers.py [--nvrtc FOLDER] < a JSON list of [file of csrc, C++ name]
+python tests/budget/registers.py [--nvrtc FOLDER] [--targets sm_90] < a JSON list of [file of csrc, C++ name]
 
 FOLDER is where `pip install --target FOLDER nvidia-cuda-nvrtc` has put an NVRTC; without it, the environment's is used.
 A process can load only one.
@@ -34,6 +34,7 @@ def load(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--nvrtc", type=Path, metavar="FOLDER")
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="kernels that are compiled at once")
     options = parser.parse_args()
     if options.nvrtc is not None:
@@ -53,7 +54,7 @@ def main() -> None:
             "spilled": image.spilled,
         }
 
-    kernels = [(file, name, target) for file, name in json.load(sys.stdin) for target in TARGETS]
+    kernels = [(file, name, target) for file, name in json.load(sys.stdin) for target in options.targets]
     with ThreadPoolExecutor(options.jobs) as pool:
         print(json.dumps(list(pool.map(compiled, kernels))))
 
