@@ -402,7 +402,7 @@ def numbers_list() -> str:
             f"{min(gains):.2f} to {max(gains):.1f} times as fast, half of them below {statistics.median(gains):.2f}, "
             "depending on the network's share.",
             f"- `pip install .` compiles for {install['rows'][0]['seconds'] / 60:.1f} minutes on "
-            f"{install['machine']['cores']} cores.",
+            f"{install['machine']['cores']} cores of an {install['machine']['cpu'].partition(' (')[0]}.",
         ]
     )
 
