@@ -225,7 +225,11 @@ void soft_cross_entropy_row(
   if (is_class(pass, s)) {
     add_class<T>(s, row, maximum, own_target, mass, correct);
   }
-  const A row_sums[] = {softmax.sum, mass, moment, correct};
+  A row_sums[Formula::kSums];
+  row_sums[Formula::kSum] = softmax.sum;
+  row_sums[Formula::kMass] = mass;
+  row_sums[Formula::kWeighted] = moment;
+  row_sums[Formula::kCorrect] = correct;
   for (int k = 0; k < Formula::kSums; ++k) {
     sums.at[k][lane] = row_sums[k];
   }
@@ -239,6 +243,7 @@ void soft_cross_entropy_row(
   // Not in a function, which would hide from compilers that the coefficient is 1.
   const CrossEntropyFactors<Lanes<A>> factors{
       A(1), row_factors.per_exponential, row_factors.inverse_sum, row_factors.expected};
+  static_assert(sizeof(row_factors) == 4 * sizeof(A), "add the new factor to the lines above");
   with_entropy<Lanes<A>>(s, [&](auto formula) {
     s.metrics[row].gradient_square = write_gradient(s.gradient, row, width, c, [=](auto load) {
       return formula.gradient(factors, load(values), load(logits) - maximum, load(target));

@@ -119,6 +119,9 @@ struct LaneLoss {
 template <class Shape, class Bins, bool smooths, bool raw>
 class BinsLoss : public Shape, public BinSums<raw>, public LaneLoss {
   using RowFormula = CrossEntropy<float, 0>;
+  static_assert(
+      RowFormula::kMass == 1 && RowFormula::kWeighted == 2 && RowFormula::kCorrect == 3,
+      "gradient() and finish() list the sums in this order");
   using Sums = BinSums<raw>;
   using Sums::kMoment, Sums::kShifted, Sums::kShiftedUnit, Sums::kSum;
 
@@ -212,6 +215,7 @@ class BinsLoss : public Shape, public BinSums<raw>, public LaneLoss {
       const float inverse_sum = from_lane(own_inverse_sum, lane);
       const float c = from_lane(coefficient, lane);
       const typename RowFormula::Factors factors{1, inverse_sum, inverse_sum, 0};
+      static_assert(sizeof(factors) == 4 * sizeof(float), "add the new factor to the line above");
       const bool is_counted = counts(lane);
       float correct = 0, square = 0;
       if (index < warp.count) {
