@@ -52,8 +52,8 @@ struct ClassGroup {
   }
 };
 
-// What a thread knows of kClasses classes: logits of both distributions, their exponentials, and the terms of the
-// divergence. Each step needs those before it.
+// kClasses classes of a thread: the logits of both distributions, their exponentials, and the terms of the divergence.
+// Each step needs the steps before it.
 template <Mixture mixture, bool predicts_p, class T, class A>
 struct ClassesOfThread {
   const CategoricalKL<A>& head;
