@@ -7,6 +7,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/jit_type.h>
 #include <ATen/core/stack.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <string>
@@ -24,7 +25,15 @@ template <class Choice>
 Choice named(const char* argument, const std::string& name) {
   constexpr auto names = names_of(Choice());
   const auto found = std::find(names.begin(), names.end(), name);
-  TORCH_CHECK_VALUE(found != names.end(), "gradscale_ext: unknown ", argument, " '", name, "'");
+  TORCH_CHECK_VALUE(
+      found != names.end(),
+      "gradscale_ext: ",
+      argument,
+      " must be one of ",
+      c10::Join(", ", names),
+      ", but it is '",
+      name,
+      "'");
   return static_cast<Choice>(found - names.begin());
 }
 
