@@ -87,7 +87,8 @@ $(VENV)/nvrtc: $(VENV)/torch
 	  $(PIP) "cuda-bindings==13.0.*" "nvidia-cuda-nvrtc==13.0.*"
 	@touch $@
 
-# The NVRTC of newer versions of PyTorch, to compile with as well, for all GPUs or for OTHER_TARGETS.
+# The NVRTC of newer versions of PyTorch, to compile with as well: for all GPUs, or for OTHER_TARGETS alone, and then
+# nothing is written to bench/results/.
 OTHER_NVRTC := $(VENV)/nvrtc-13.2
 
 $(VENV)/nvrtc-%: $(VENV)/torch
@@ -219,7 +220,7 @@ gpu:
 
 cuda-check: $(VENV)/installed $(VENV)/nvrtc $(OTHER_NVRTC) $(VENV)/nvdisasm $(VENV)/driver.so
 	$(BIN)/python tests/cuda_check.py --driver $(VENV)/driver.so $(OTHER_NVRTC:%=--nvrtc %) \
-	  $(OTHER_TARGETS:%=--other-target %) --json bench/results/instructions.json
+	  $(if $(OTHER_TARGETS),$(OTHER_TARGETS:%=--other-target %),--json bench/results/instructions.json)
 
 format: $(VENV)/lint
 	$(BIN)/ruff check --fix .

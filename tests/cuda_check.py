@@ -8,8 +8,8 @@ of memory, compared with the minimum; registers, resident warps per multiprocess
 resulting times for 1 GB of logits. These are counts, not measurements: lower bounds without latency.
 
 A loss of several heads, such as DreamerV3's, has a kernel for its set of heads, which is only compiled. With --nvrtc,
-the folder of another NVRTC, all kernels are compiled with it too, in a process of its own, but their instructions are
-not counted.
+the folder of another NVRTC, all kernels are compiled with it too, in a process of its own, for all GPUs or for each
+--other-target, but their instructions are not counted.
 
 Fails if a kernel spills registers on any GPU with any NVRTC, a kernel of several heads has too many registers, a call
 exceeds its instruction budget, issuing takes more than its share of the memory time on an H200, too few bytes are in
