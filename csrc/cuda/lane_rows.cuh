@@ -317,7 +317,8 @@ class LaneRows {
     }
   }
 
-  // Keeps what finish() needs of a row. Sums over its lanes that the gradient does not need are added up there.
+  // Keeps the numbers of a row for finish(), which adds up, over the row's lanes, the sums that the gradient does not
+  // need.
   GRADSCALE_DEVICE void keep(
       int owner, float maximum, float square, const float (&sums)[kSums], RowResults<kSums>& own) {
     if constexpr (kLanes > 1) {

@@ -435,7 +435,7 @@ struct NormalColumns {
     return {inverse_scales.column(j), z.column(j), log_scales.column(j)};
   }
 
-  // Replaces z and log_scales by the gradients of means and log_stds, and adds the squares of those that count.
+  // Replaces z and log_scales by the gradients of means and log_stds, and adds the squares of those that are counted.
   void differentiate(
       int64_t count, Lanes<A> slope, Lanes<A> weight, bool counts_means, bool counts_scales, double* squares) {
     for (int64_t j = 0; j < count; ++j) {

@@ -46,8 +46,8 @@ struct ClassGroup {
     }
   }
 
-  // True if a thread keeps its classes in registers from one round to the next.
-  GRADSCALE_DEVICE bool is_kept() const {
+  // True if a thread's classes fit into its registers.
+  GRADSCALE_DEVICE bool fits_in_registers() const {
     return classes <= kClasses * group.size;
   }
 };
@@ -90,7 +90,7 @@ struct ClassesOfThread {
   // the last. Classes that are kept have taken the steps up to `done` before.
   template <class Function>
   GRADSCALE_DEVICE void each(Step done, Step last, Function function) {
-    const bool keeps = own.is_kept();
+    const bool keeps = own.fits_in_registers();
 #pragma unroll 1
     for (int32_t begin = own.group.rank; begin < own.classes; begin += kClasses * own.group.size) {
 #pragma unroll

@@ -192,7 +192,7 @@ struct ActionsOfRow { // a distribution, or a class
   }
 };
 
-// Cross-entropy of a row with its target, by the threads of the row's group.
+// Computes the cross-entropy of a row with its target. Each thread of the row's group has a part of the row.
 template <class T, int options, class Target>
 class LogitsLoss {
   using A = Accumulate<T>;
@@ -214,7 +214,7 @@ class LogitsLoss {
   // The sums of the row. kWeighted is the sum of the exponentials times positions for heads with a support, and times
   // differences for policies. The term of a class is added last: in a sum that contains it, the small terms of label
   // smoothing would lose digits.
-  GRADSCALE_DEVICE void sum(Sums& sums) const {
+  GRADSCALE_DEVICE void find_sums(Sums& sums) const {
     const int32_t chosen = target_.chosen();
     each_part([&](const A* d, const A* t, int32_t first) {
 #pragma unroll
@@ -309,7 +309,7 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
   const LogitsLoss<T, options, Target> loss(task, row, target, maximum);
   const auto formula = Formula::of(head);
   A sums[Formula::kSums] = {};
-  loss.sum(sums);
+  loss.find_sums(sums);
   const A detail = head.has_support() ? decoded_row(sums[Formula::kWeighted], sums[Formula::kSum], head.support)
                                       : Formula::entropy(sums);
   const A square = task.wants_gradient() ? loss.write_gradient(formula, sums) : A(0);

@@ -133,7 +133,7 @@ struct Rounds {
   Map<A> step_maps[kAhead];
   Map<A> lane_maps[kAhead];
 
-  // Finds the maps of the steps, of which this lane's begin with `first`. Returns the map of all steps of the warp.
+  // Computes the maps of the steps, and returns the map of all steps of the warp. `first`: the first step of this lane.
   template <class Row, class Index>
   GRADSCALE_DEVICE Map<A> compose(const Row& row, Index first, const Later<A> (&beyond)[kAhead], int lane) {
     Map<A> warp_map{A(0), A(1)};
@@ -176,8 +176,8 @@ struct Rounds {
     return y;
   }
 
-  // Walks a chunk whose numbers are not all finite, for which maps are wrong: one warp after the other, from the value
-  // `last` before the chunk. `carry`: y before this warp, which becomes exact, too. Returns y after the chunk.
+  // Walks a chunk, one warp after the other, because maps are wrong where a number is not finite. `last` is y before
+  // the chunk. `carry`, y before this warp, is replaced if it is not finite. Returns y after the chunk.
   template <int warps>
   GRADSCALE_DEVICE A walk_in_turns(int turn, A last, A& carry, A (&ys)[kAhead], int lane, A* shared) const {
 #pragma unroll 1
